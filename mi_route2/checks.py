@@ -13,7 +13,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from operator import index
 from typing import Any, TypeVar, get_type_hints
@@ -115,6 +115,19 @@ def demand_finite(name: str, values: Tensor | None) -> None:
             f"{name} holds {values[wrong][0].item()} in row {int(wrong.nonzero()[0, 0])}: "
             "leave such rollouts out, or correct the code that computed the number"
         )
+
+
+def on_host(values: Sequence[Tensor]) -> list[Any]:
+    """Return numbers of one device, each in a tensor of its own, as Python's; the host waits once for all of them."""
+    return torch.stack([*values]).tolist() if values else []
+
+
+def all_finite(tensors: Mapping[Any, Tensor]) -> bool:
+    """Return whether no tensor has NaN or infinity; the host waits once for all of them, if they are on one device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for t in tensors.values():
+        by_device.setdefault(t.device, []).append(t.isfinite().all())
+    return all(all(on_host(flags)) for flags in by_device.values())
 
 
 def token_row(name: str, row: object) -> list[int]:

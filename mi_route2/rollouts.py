@@ -322,14 +322,14 @@ class Policy:
 @checked
 @dataclass(frozen=True)
 class TrainBatch:
-    """Rollouts with their training rewards.
+    """Rollouts with what a loss and a route need of them: in reinforcement learning rewards and advantages, else nothing.
 
     A plain dataclass and not a ``validated`` one, because jaxtyping checks the shapes.
 
     Attributes:
-        rollouts: The rollouts.
+        rollouts: The rollouts; demonstrations in supervised training.
         rewards: One reward per rollout.
-        advantages: One advantage per rollout.
+        advantages: One advantage per rollout; without them a rule with ``reinforced_only`` counts every rollout as reinforced.
         groups: Number of the prompt that each rollout answers.
         teacher: True for cached rollouts of known modes (booleans, or 0 and 1).
         old_logprobs: Log-probabilities under the sampling policy, if the loss clips.
@@ -339,30 +339,38 @@ class TrainBatch:
         ValueError: NaN or infinity, an empty batch, or lengths that differ.
 
     Examples:
-        >>> teacher = torch.zeros(len(rewards), dtype=torch.bool)
-        >>> batch = TrainBatch(rollouts, rewards, rewards - rewards.mean(), groups=torch.arange(len(rewards)) // 2, teacher=teacher)
+        >>> batch = TrainBatch(rollouts, rewards, rewards - rewards.mean(), groups=torch.arange(len(rewards)) // 2)
+        >>> demonstrations = TrainBatch(rollouts)
     """
 
     rollouts: Rollouts
-    rewards: Float[Tensor, " b"]
-    advantages: Float[Tensor, " b"]
-    groups: Int[Tensor, " b"]
-    teacher: Bool[Tensor, " b"] | Integer[Tensor, " b"]
+    rewards: Float[Tensor, " b"] | None = None
+    advantages: Float[Tensor, " b"] | None = None
+    groups: Int[Tensor, " b"] | None = None
+    teacher: Bool[Tensor, " b"] | Integer[Tensor, " b"] | None = None
     old_logprobs: Float[Tensor, "b s"] | None = None
     reference_logprobs: Float[Tensor, "b s"] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "teacher", as_mask("teacher", self.teacher))
-        if not len(self.rewards):
+        if self.teacher is not None:
+            object.__setattr__(self, "teacher", as_mask("teacher", self.teacher))
+        for name in ("rewards", "advantages", "groups", "teacher"):
+            if (values := getattr(self, name)) is not None and len(values) != len(self.rollouts):
+                raise ValueError(f"{len(values)} {name} for {len(self.rollouts)} rollouts: give one per rollout")
+        if not len(self.rollouts):
             raise ValueError("the batch has no rollouts: skip the step")
-        if len(self.rewards) != len(self.rollouts):
-            raise ValueError(f"{len(self.rewards)} rewards for {len(self.rollouts)} rollouts: give one per rollout")
         for name in ("rewards", "advantages", "old_logprobs", "reference_logprobs"):
             demand_finite(name, tensor := getattr(self, name))
             if name.endswith("logprobs") and tensor is not None and tensor.shape != (size := self.rollouts.tokens.shape):
                 raise ValueError(
                     f"{name} is {list(tensor.shape)} and the tokens {list(size)}: give one per token, 0 if it predicts nothing"
                 )
+
+    def demand(self, name: str, what: str = "this loss") -> Tensor:
+        """Return ``rewards`` or another field that a batch may lack; ``ValueError`` if ``what`` needs it and it is missing."""
+        if (values := getattr(self, name)) is None:
+            raise ValueError(f"{what} needs the {name} of the rollouts: give them, TrainBatch(rollouts, {name}=...)")
+        return values
 
     @checked
     def rows(self, index: Shaped[Tensor, " n"]) -> "TrainBatch":

@@ -5,6 +5,9 @@ with adapters.deployed():      # quarantine off: the model that ships
 with adapters.reference():     # both off: the base model, bit for bit (a free KL reference)
 with adapters.recording(tape): # records what the adapters learn from the next forward and backward
 with adapters.unrouted():      # both learn from everything, by ordinary autograd
+
+The contexts switch the model for every thread. The one that was entered last counts, and they may be left in any order; a second
+thread that enters one is refused (``RuntimeError``).
 """
 
 import re
@@ -12,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,7 +71,7 @@ class Adapters:
         self.sites = {branch.site: branch for module in modules.values() for branch, _ in module.branches}
         self._thawed = thawed  # what was trainable before attach() froze the model
         self._detached = False
-        self._gathered: tuple[Versions, str] | None = None  # the hash of a sharded base, and the shards of which it is
+        self._hashed: tuple[Versions, str, bool] | None = None  # weights of the base, their hash, and whether they were sharded
         self._coordinates: tuple[Versions, dict[str, Tensor]] | None = None  # and the weights of which they are
         self.cache_dir: Path | None = None
         """Cache folder for SVDs of the base weights."""
@@ -108,15 +112,23 @@ class Adapters:
         """Hash of all parameters and persistent buffers of the base model, whether adapted or not.
 
         It identifies the base model of a saved adapter or direction. It is computed on each access, and is the same on every host.
-        If the base is sharded (FSDP2), all processes must read it together, because they gather the weights, one at a time. It is
-        then kept until a weight changes.
+        If the base is sharded (FSDP2), it is ``known_hash``.
         """
         if not reshard(self.model):
-            return weights_hash(self.model, self._linears, adapters=False)
+            self._hashed = None
+        return self.known_hash
+
+    @property
+    def known_hash(self) -> str:
+        """``base_hash``, computed again only if torch counts that a weight was written, cast or replaced since.
+
+        If the base is sharded, all processes must read it together, because they gather the weights, one at a time.
+        """
+        sharded = reshard(self.model)
         now = Versions(t for _, t, _ in named(self.model, self._linears, adapters=False))
-        if self._gathered is None or self._gathered[0] != now:
-            self._gathered = now, weights_hash(self.model, self._linears, adapters=False)
-        return self._gathered[1]
+        if self._hashed is None or self._hashed[0] != now:
+            self._hashed = now, weights_hash(self.model, self._linears, adapters=False), sharded
+        return self._hashed[1]
 
     def file_hash(self) -> str:
         """Return ``base_hash``, for a file that a single process writes.
@@ -126,12 +138,12 @@ class Adapters:
         """
         if not sharded_modules(self.model):
             return self.base_hash
-        if self._gathered is None or not self._gathered[0].unwritten:
+        if self._hashed is None or not self._hashed[2] or not self._hashed[0].unwritten:
             raise RuntimeError(
                 "the base weights are sharded, and their hash needs every process: read adapters.base_hash in all of them, then "
                 "save in one"
             )
-        return self._gathered[1]
+        return self._hashed[1]
 
     def demand_replicated(self) -> None:
         """Raise ``ValueError`` if FSDP2 shards a parameter of the adapters; all processes must call this."""
@@ -204,14 +216,8 @@ class Adapters:
     @contextmanager
     def _switched(self, **changes: object) -> Iterator[None]:
         self.demand_live()
-        before = {name: getattr(self._board, name) for name in changes}
-        for name, value in changes.items():
-            setattr(self._board, name, value)
-        try:
+        with self._board.switched(changes):
             yield
-        finally:
-            for name, value in before.items():
-                setattr(self._board, name, value)
 
     def full(self):
         """Context: kept adapter and quarantine are on."""
@@ -264,7 +270,8 @@ class Adapters:
         try:
             for module in self.modules.values():
                 module.merge()
-            with self._switched(merged=True), torch.no_grad():
+            # what was merged stays on, whichever context is left first
+            with self._switched(merged=True, kept=self._board.kept, quarantine=self._board.quarantine), torch.no_grad():
                 yield
         finally:
             for module in self.modules.values():
@@ -387,6 +394,13 @@ def _refuse_model(model: nn.Module) -> None:
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
     refuse_offloaded(model)
+    for name, t in chain(model.named_parameters(), model.named_buffers()):
+        plain = type(t) in (Tensor, nn.Buffer) or issubclass(type(t), nn.Parameter) or hasattr(t, "full_tensor")  # as of FSDP2
+        if not plain:
+            raise ValueError(
+                f"{name} is a {type(t).__name__}, which is stored otherwise than {t.dtype} (torchao and quanto do so), "
+                f"and could not be hashed, saved or merged: {UNQUANTIZED}"
+            )
     if len(devices := sorted({str(p.device) for p in model.parameters()})) > 1:
         raise ValueError(
             f"the weights of this model are on {' and '.join(devices)}, and what its modules learn is compared: load it on one "
@@ -424,9 +438,9 @@ def attach(
 
     Raises:
         KeyError: A pattern matches nothing, or only what takes no adapters (experts in one weight, routers).
-        ValueError: The count is not ``expect``, the model already has adapters (also of PEFT), the rank does
-            not fit, a Linear is quantized, has two names or a weight that is computed, torch's own layers pass it by, or weights
-            are offloaded.
+        ValueError: The count is not ``expect``, the model already has adapters (also of PEFT), the rank does not fit, a Linear or
+            another weight is quantized, a Linear has two names or a weight that is computed, torch's own layers pass it by, or
+            weights are offloaded.
 
     Examples:
         >>> adapters = attach(model, "blocks.*.attn.*", spec=AdapterSpec("lora", rank=4), expect=8)

@@ -94,6 +94,11 @@ def exact() -> Iterator[None]:
         yield
 
 
+def _learned(t: Tensor, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Tensor:
+    """Return ``t``, 0 where its weight is 0, because 0 times NaN is NaN."""
+    return t.masked_fill((weights == 0).view(*weights.shape, *[1] * (t.ndim - weights.ndim)), 0.0)
+
+
 @dataclass(frozen=True)
 class DenseGrad:
     """Feature stored as its values, ``[b, ...]``."""
@@ -115,7 +120,7 @@ class DenseGrad:
 
     def weighted(self, weights: Float[Tensor, " b"]) -> Tensor:
         """Return ``sum_b weights[b] * feature_b``; a rollout of weight 0 contributes exactly 0."""
-        return torch.tensordot(weights.to(self.tensor.dtype), self.tensor, dims=1)
+        return torch.tensordot(weights.to(self.tensor.dtype), _learned(self.tensor, weights), dims=1)
 
 
 _CANCELS = 1e-2
@@ -142,13 +147,16 @@ class MatrixGrad:
     def norms(self) -> Float[Tensor, " b"]:
         s, d_in, d_out = self.h.shape[1], self.h.shape[2], self.dy.shape[2]
         if s * (d_in + d_out) < d_in * d_out:
-            # The terms cancel, so half precision would be off by tens of percent, and float16 would overflow.
-            h, dy = self.h.to(wide(self.h.dtype)), self.dy.to(wide(self.dy.dtype))
+            # The terms cancel, so half precision would be off by tens of percent, and float16 would overflow. On a GPU they are of
+            # float64, so that the host needs not wait to see which of them nearly cancel.
+            exactly = self.h.is_cuda and self.h.dtype != torch.float64
+            dtype = torch.float64 if exactly else wide(self.h.dtype)
+            h, dy = self.h.to(dtype), self.dy.to(dtype)
             gram = torch.bmm(dy, dy.mT) * torch.bmm(h, h.mT)
             # The sum is a squared norm; rounding may make it slightly negative if it should be 0.
-            norms = gram.sum(dim=(1, 2)).clamp_min(0).sqrt()
+            norms = gram.sum(dim=(1, 2)).clamp_min(0).sqrt().to(wide(self.h.dtype))
             # Rounding of the square is rounding of half its digits in the norm, so what nearly cancels is computed the long way.
-            near = (norms <= _CANCELS * _magnitude(self.h, self.dy)).nonzero()[:, 0].tolist()
+            near = [] if exactly else (norms <= _CANCELS * _magnitude(self.h, self.dy)).nonzero()[:, 0].tolist()
             for i in near:
                 norms[i] = (dy[i].mT @ h[i]).norm()
             return norms
@@ -160,9 +168,10 @@ class MatrixGrad:
     def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Float[Tensor, "d_out d_in"]:
         """Return ``sum_b weights[b] G_b`` in one matmul; token weights ``[b s]`` are allowed too."""
         per_token = (weights if weights.ndim == 2 else weights[:, None])[..., None].to(self.h.dtype)
-        if self.h.shape[-1] <= self.dy.shape[-1]:
-            return self.dy.flatten(0, 1).mT @ (self.h * per_token).flatten(0, 1)
-        return (self.dy * per_token).flatten(0, 1).mT @ self.h.flatten(0, 1)
+        h, dy = _learned(self.h, weights), _learned(self.dy, weights)
+        if h.shape[-1] <= dy.shape[-1]:
+            return dy.flatten(0, 1).mT @ (h * per_token).flatten(0, 1)
+        return (dy * per_token).flatten(0, 1).mT @ h.flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -191,8 +200,8 @@ class DiagonalGrad:
 
     def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Float[Tensor, " r"]:
         if weights.ndim == 2:
-            return torch.einsum("bs,bsr->r", weights.to(wide(self.h.dtype)), self._product)
-        values = self.values()
+            return torch.einsum("bs,bsr->r", weights.to(wide(self.h.dtype)), _learned(self._product, weights))
+        values = _learned(self.values(), weights)
         return weights.to(values.dtype) @ values
 
 

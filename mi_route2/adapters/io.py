@@ -227,8 +227,9 @@ def _refuse_other_bases(path: Path, written: Any, here: dict[str, float]) -> Non
     for site, value in written.items():
         if not isinstance(value, float) or not abs(value - here[site]) < TURNED:
             raise ValueError(
-                f"the singular vectors of {site} differ from those where {path} was written: its weight has equal singular "
-                "values, so that they depend on the LAPACK library; pass a cache_dir with the SVDs from there, or export it there"
+                f"the singular vectors of {site} differ from those where {path} was written: its weight was cast after training, "
+                "or has equal singular values, so that they depend on the LAPACK library; pass a cache_dir with the SVDs from "
+                "there, or export it there"
             )
 
 
@@ -426,6 +427,10 @@ def _merged(adapters: Adapters) -> dict[str, Tensor]:
         weight = state[f"{path}.weight"]
         state[f"{path}.weight"] = (weight + (delta.mT if place.transposed else delta)).to(weight.dtype)
         refuse_infinite({f"{path}.weight in {weight.dtype}": state[f"{path}.weight"]})  # the sum may be beyond float16
+    first: dict[tuple[int, torch.Size], str] = {}
+    for name, t in state.items():  # transformers writes a weight of two modules under one name, unless the class ties them
+        if first.setdefault((t.data_ptr(), t.shape), name) != name:
+            state[name] = t.clone()
     return state
 
 

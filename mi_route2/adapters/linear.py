@@ -6,9 +6,11 @@ The base weight ``W`` is frozen. ``dS`` and ``B`` are 0 at initialization, so ad
 trained.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mi_route2.adapters.gradients import exact, wide
-from mi_route2.adapters.svd import SVD
+from mi_route2.adapters.svd import SVD, decompose
 from mi_route2.adapters.tape import L1, Gate, ReadOutput, Refuse, Tape, apply_factor, requested, uncompiled
 from mi_route2.sites import Slot, whole
 
@@ -34,7 +36,20 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-class SVDKept(nn.Module):
+class Adapter(nn.Module):
+    """Module whose parameters keep the type that ``attach`` gives them, ``wide`` of the base's, when the model is cast."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Adapter":
+        buffers = {id(t) for t in self.buffers(recurse=False)}
+
+        def moved(t: Tensor) -> Tensor:
+            new = fn(t)
+            return new if id(t) in buffers or new.dtype == wide(new.dtype) else t.to(new.device, wide(new.dtype))
+
+        return super()._apply(moved, recurse)
+
+
+class SVDKept(Adapter):
     """SVD adapter ``U (dS * (Vh x))``, with one trainable number per singular direction."""
 
     U: Tensor
@@ -44,9 +59,13 @@ class SVDKept(nn.Module):
     def __init__(self, weight: Float[Tensor, "d_out d_in"], svd: SVD):
         super().__init__()
         dtype = weight.dtype
+        self.span(svd, dtype)
+        self.dS = nn.Parameter(torch.zeros(svd.S.numel(), dtype=wide(dtype), device=weight.device))
+
+    def span(self, svd: SVD, dtype: torch.dtype) -> None:
+        """Set the vectors ``U`` and ``Vh``."""
         self.register_buffer("U", svd.U.to(dtype), persistent=False)
         self.register_buffer("Vh", svd.Vh.to(dtype), persistent=False)
-        self.dS = nn.Parameter(torch.zeros(svd.S.numel(), dtype=wide(dtype), device=weight.device))
 
     def bottleneck(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch r"]:
         """Return ``a = Vh x``, the coordinates that ``dS`` scales."""
@@ -86,7 +105,7 @@ class SVDKept(nn.Module):
         return f"rank={self.rank}"
 
 
-class LoRA(nn.Module):
+class LoRA(Adapter):
     """LoRA adapter ``B (A x)``: a kept adapter, or a quarantine in its own basis."""
 
     scored = "B"
@@ -128,7 +147,7 @@ class LoRA(nn.Module):
 Kept = SVDKept | LoRA
 
 
-class SharedQuarantine(nn.Module):
+class SharedQuarantine(Adapter):
     """Quarantine with its own ``dS`` (or ``B``) on the bottleneck of the kept adapter."""
 
     def __init__(self, kept: Kept):
@@ -161,6 +180,14 @@ class SharedQuarantine(nn.Module):
 Quarantine = LoRA | SharedQuarantine
 
 
+@dataclass(frozen=True, eq=False)
+class Switch:
+    """Changes of a context of ``Adapters`` that a thread has entered."""
+
+    thread: int
+    changes: dict[str, Any]
+
+
 @dataclass
 class Switchboard:
     """Switches of all routed Linears of one model; owned by ``Adapters`` and changed only by its contexts."""
@@ -171,6 +198,29 @@ class Switchboard:
     tape: Tape | None = None
     unrouted: bool = False
     sites: int = 0
+    entered: list[Switch] = field(default_factory=list)
+
+    @contextmanager
+    def switched(self, changes: dict[str, Any]) -> Iterator[None]:
+        """Context: ``changes`` hold, unless a context that was entered later has others; in whatever order they are left."""
+        switch = Switch(get_ident(), changes)
+        if self.entered and self.entered[-1].thread != switch.thread:
+            raise RuntimeError(
+                "another thread has switched the adapters of this model, for every thread: wait until it leaves its context, or "
+                "give each thread a model of its own, copy.deepcopy(policy)"
+            )
+        self.entered.append(switch)
+        self._settle(changes)
+        try:
+            yield
+        finally:
+            self.entered = [other for other in self.entered if other is not switch]
+            self._settle(changes)
+
+    def _settle(self, names: Iterable[str]) -> None:
+        for name in names:
+            values = [switch.changes[name] for switch in self.entered if name in switch.changes]
+            setattr(self, name, values[-1] if values else getattr(Switchboard, name))
 
 
 _REFUSE = Refuse()
@@ -209,6 +259,19 @@ class Branch(nn.Module):
         self.hook_kept_a, self.hook_kept = HookedPoint(), HookedPoint()
         self.hook_quarantine, self.hook_mask = HookedPoint(), HookedPoint()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Branch":
+        kept = self.kept
+        dtype = kept.Vh.dtype if isinstance(kept, SVDKept) else None
+        super()._apply(fn, recurse)
+        if (
+            isinstance(kept, SVDKept)
+            and kept.Vh.dtype != dtype
+            and not any(bool(p.any()) for p in self.parameters() if p.ndim == 1)
+        ):
+            # nothing was trained yet, so take the vectors of the weight in its new type, as a load will
+            kept.span(decompose(self.weight, rank=kept.rank), kept.Vh.dtype)
+        return self
+
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:
         """Frozen base weight of this logical Linear."""
@@ -244,7 +307,9 @@ class Branch(nn.Module):
             added = self.quarantine(x, tape, tape.quarantine if tape else refuses, self.site)
             if tape is not None and tape.l1 > 0 and torch.is_grad_enabled():
                 real = None if tape.real is None else tape.real.reshape(added.shape[:-1]).to(added.device)
-                added = L1.apply(added, tape.l1 / (added.numel() * board.sites), real)
+                # In a graph of its own, which ends at x: the gradients below, and their scores, are those of the loss alone.
+                penalized = self.quarantine(x.detach(), None, None, self.site)
+                added = L1.apply(added, penalized, tape.l1 / (added.numel() * board.sites), real)
             y = y + self.hook_quarantine(added)
         if tape is not None and torch.is_grad_enabled():
             if tape.outputs is not None:

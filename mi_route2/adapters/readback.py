@@ -47,8 +47,11 @@ def demand_peft_reads(adapters: Adapters, model: nn.Module, paths: Iterable[str]
     for path in paths:
         base.set_submodule(path, base.get_submodule(path).base)
     try:
-        with _own_random_numbers(model):
-            read = peft.PeftModel.from_pretrained(base, str(folder))
+        try:
+            with _own_random_numbers(model):
+                read = peft.PeftModel.from_pretrained(base, str(folder))
+        except ValueError as error:  # of a module that peft does not adapt, as the out_proj of Mamba
+            raise RuntimeError(str(error)) from error
         _demand(adapters, lambda tokens: read(input_ids=tokens).logits, "peft's LoRA", "export_merged", full=full)
     except (RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"peft cannot read what was written ({_line(error)}): use export_merged") from error

@@ -119,11 +119,12 @@ class Tape:
         quarantine: Gate of the quarantine; ``None`` for ordinary autograd.
         inputs: Reader of inputs.
         outputs: Reader of inputs and output gradients.
-        l1: Adds ``l1 * mean |quarantine output|``, averaged over sites, to the loss, by its exact gradient.
+        l1: Adds ``l1 * mean |quarantine output|``, averaged over sites, to the loss, by its exact gradient in the factors of each
+            quarantine for the input that it got; it reaches no other adapter and no score.
         real: Mask of real tokens; padding counts as 0 in the mean of ``l1``.
 
     Raises:
-        ValueError: A size below 1, or an ``l1`` that is negative, NaN or infinite.
+        ValueError: A size below 1, or an ``l1`` that is negative, NaN or infinite, or beside a gate of the quarantine.
 
     Examples:
         >>> with adapters.unrouted(), adapters.recording(Tape(rollouts=2, tokens=7)):
@@ -145,6 +146,8 @@ class Tape:
         if rollouts < 1 or tokens < 1:
             raise ValueError(f"a tape needs at least one rollout and one token, not [{rollouts}, {tokens}]")
         demand_penalty(l1)
+        if l1 and quarantine is not None:
+            raise ValueError("l1 is the quarantine's own penalty, which no gate would filter: leave out quarantine=, or l1")
         self.rollouts, self.tokens = rollouts, tokens
         self.kept, self.quarantine = kept, quarantine
         self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real
@@ -274,9 +277,9 @@ class RoutedFactor(torch.autograd.Function):
             cast = factor.to(dy.dtype)
             dh = dy * cast if factor.ndim == 1 else dy @ cast
             if gate.detach:
-                passes = (gate.mask(site) != 0).to(dh.dtype)
-                passes = passes if passes.ndim == 2 else passes[:, None].expand(-1, tape.tokens)
-                dh = dh * passes.reshape(*dh.shape[:-1], 1)
+                stops = gate.mask(site) == 0
+                stops = stops if stops.ndim == 2 else stops[:, None].expand(-1, tape.tokens)
+                dh = dh.masked_fill(stops.reshape(*dh.shape[:-1], 1), 0.0)  # 0 times NaN would be NaN
         return dh, None if answer is None else answer.to(factor.dtype), None, None, None, None
 
 
@@ -302,14 +305,14 @@ class ReadOutput(torch.autograd.Function):
 
 
 class L1(torch.autograd.Function):
-    """Identity whose backward adds ``weight * sign(y)``, the gradient of ``weight * sum |y|``, whatever the loss is.
+    """Identity on ``y`` whose backward gives ``penalized`` the gradient of ``weight * sum |penalized|``, whatever the loss is.
 
     ``real`` (of the shape of ``y`` without its last axis) excludes padding.
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: float, real: Tensor | None) -> Tensor:
-        sign = y.sign()
+    def forward(ctx: Any, y: Tensor, penalized: Tensor, weight: float, real: Tensor | None) -> Tensor:
+        sign = penalized.sign()
         ctx.save_for_backward(sign if real is None else torch.where(real[..., None], sign, torch.zeros_like(sign)))
         ctx.weight = weight
         return y.clone()  # into a view that a Function returns, a hook may not write
@@ -318,7 +321,7 @@ class L1(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (sign,) = ctx.saved_tensors
-        return grads[0] + ctx.weight * sign, None, None
+        return grads[0], ctx.weight * sign, None, None
 
 
 def _ask(gate: Gate, site: str, name: str, leaf: Any, gradient: Tensor) -> None:

@@ -5,13 +5,14 @@ Everything is refused while a trainer is made, before the first completion is sa
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, is_peft_model
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
-from trl import GRPOConfig
+from transformers import TrainingArguments
+from trl import GRPOConfig, SFTConfig
 
 from mi_route2.integrations import trl_vllm
 from mi_route2.routing import CanarySpec, MaskSpec
@@ -21,21 +22,38 @@ def refuse(unsupported: Iterable[tuple[str, object, str]]) -> None:
     """Raise ``ValueError`` for the first (name, whether it is set, what to use) that is set."""
     for name, value, use in unsupported:
         if value:
-            raise ValueError(f"RoutedGRPOTrainer does not support {name}: {use}")
+            raise ValueError(f"routing does not support {name}: {use}")
 
 
-def refuse_settings(args: GRPOConfig) -> None:
-    """Raise ``ValueError`` for settings of TRL that routing does not support."""
-    optim, sampling = str(getattr(args.optim, "value", args.optim)), args.generation_kwargs or {}
+def refuse_peft(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for adapters of PEFT, on the model or among the arguments of a trainer."""
+    if arguments.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
+        raise ValueError("adapters= attaches this trainer's own adapters, and PEFT's would train unrouted: give a plain model")
+
+
+def refuse_sampling(args: GRPOConfig) -> None:
+    """Raise ``ValueError`` for settings of GRPO that routing does not support."""
+    sampling = args.generation_kwargs or {}
     ends, ignored = ("stop_token_ids", "eos_token_id") if args.use_vllm else ("eos_token_id", "stop_token_ids")
-    names = ("use_transformers_continuous_batching", "sync_ref_model", "fp16_full_eval", "bf16_full_eval", "torch_compile")
     refuse(
         (
-            *((name, getattr(args, name), "leave it out") for name in names),
-            ("deepspeed", args.deepspeed, "use DDP or FSDP2"),
-            ("auto_find_batch_size", args.auto_find_batch_size, "choose per_device_train_batch_size"),
+            *((name, getattr(args, name), "leave it out") for name in ("use_transformers_continuous_batching", "sync_ref_model")),
             ("generation_kwargs['temperature']", "temperature" in sampling, "use GRPOConfig(temperature=...)"),
             (f"generation_kwargs[{ignored!r}] with this sampler", ignored in sampling, f"use {ends!r}"),
+        )
+    )
+    if args.use_vllm:
+        refuse(trl_vllm.unsupported(args))
+
+
+def refuse_settings(args: TrainingArguments) -> None:
+    """Raise ``ValueError`` for settings of transformers that routing does not support."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    refuse(
+        (
+            *((name, getattr(args, name), "leave it out") for name in ("fp16_full_eval", "bf16_full_eval", "torch_compile")),
+            ("deepspeed", args.deepspeed, "use DDP or FSDP2"),
+            ("auto_find_batch_size", args.auto_find_batch_size, "choose per_device_train_batch_size"),
             ("fp16", args.mixed_precision == "fp16", "use bf16=True"),  # also if the launcher says so
             (f"optim={optim!r}", "layerwise" in optim or "lomo" in optim, "use optim='adamw_torch'"),
             (
@@ -50,8 +68,6 @@ def refuse_settings(args: GRPOConfig) -> None:
             ),
         )
     )
-    if args.use_vllm:
-        refuse(trl_vllm.unsupported(args))
 
 
 def refuse_machine(trainer: Any) -> None:
@@ -87,29 +103,21 @@ def refuse_machine(trainer: Any) -> None:
         )
 
 
-def refuse_route(trainer: Any) -> None:
-    """Raise ``ValueError`` for a rule that TRL's batches, or the trainer's settings, cannot serve."""
+def refuse_rule(trainer: Any) -> None:
+    """Raise ``ValueError`` for a rule that batches of TRL cannot serve."""
     spec, args = trainer.route.spec, trainer.args
-    masks = isinstance(spec, MaskSpec | CanarySpec)
     several, accumulated = trainer.accelerator.num_processes > 1, args.gradient_accumulation_steps
-    unflagged, shuffles = masks and spec.kept_advantage == "unflagged", masks and spec.shuffle
-    separate = unflagged and trainer.adapters.has_quarantine
+    masks = isinstance(spec, MaskSpec | CanarySpec)
+    shuffles = masks and spec.shuffle
+    separate = masks and spec.kept_advantage == "unflagged" and trainer.adapters.has_quarantine
     early = isinstance(spec, MaskSpec) and spec.decided_at == "backward"
-    local = args.per_device_train_batch_size * args.steps_per_generation
-    whole = args.steps_per_generation == accumulated and local % trainer.num_generations == 0
-    scaled = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
     adapters = {id(p) for p in (*trainer.adapters.kept_parameters().values(), *trainer.adapters.quarantine_parameters().values())}
     beside = [name for name, p in trainer.model.named_parameters() if p.requires_grad and id(p) not in adapters]
     refuse(
         (
             (f"parameters that train beside the adapters ({', '.join(beside[:1])})", beside, "freeze them"),
-            ("a rule that reads a detector", spec.privileged, "use MaskRoute.from_flags(function) with flags of your own"),
-            (
-                f"steps_per_generation={args.steps_per_generation} with gradient_accumulation_steps={accumulated}",
-                args.steps_per_generation * trainer.num_iterations % accumulated,
-                "choose the first as a multiple of the second, since a route begins a step with all of its rollouts",
-            ),
             ("ddp_static_graph", args.ddp_static_graph and (separate or accumulated > 1), "leave it out"),
+            ("a rule that reads a detector", spec.privileged, "use MaskRoute.from_flags(function) with flags of your own"),
             (
                 "flags by position",
                 isinstance(getattr(trainer.route, "_given", None), Tensor),
@@ -120,6 +128,26 @@ def refuse_route(trainer: Any) -> None:
                 "shuffle=True with flags of each micro-batch",
                 shuffles and early and accumulated > 1,
                 "use gradient_accumulation_steps=1, or score_policy='ablated'",
+            ),
+        )
+    )
+
+
+def refuse_route(trainer: Any) -> None:
+    """Raise ``ValueError`` for a rule that GRPO's batches, or the trainer's settings, cannot serve."""
+    spec, args = trainer.route.spec, trainer.args
+    several, accumulated = trainer.accelerator.num_processes > 1, args.gradient_accumulation_steps
+    unflagged = isinstance(spec, MaskSpec | CanarySpec) and spec.kept_advantage == "unflagged"
+    separate = unflagged and trainer.adapters.has_quarantine
+    local = args.per_device_train_batch_size * args.steps_per_generation
+    whole = args.steps_per_generation == accumulated and local % trainer.num_generations == 0
+    scaled = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
+    refuse(
+        (
+            (
+                f"steps_per_generation={args.steps_per_generation} with gradient_accumulation_steps={accumulated}",
+                args.steps_per_generation * trainer.num_iterations % accumulated,
+                "choose the first as a multiple of the second, since a route begins a step with all of its rollouts",
             ),
             (
                 "kept_advantage='unflagged' with scaled rewards",
@@ -138,6 +166,19 @@ def refuse_route(trainer: Any) -> None:
                 "leave it out of accelerator_config",
             ),
             ("use_adaptive_entropy with two backwards", separate and args.use_adaptive_entropy, "set entropy_coef"),
+        )
+    )
+
+
+def refuse_demonstrations(args: SFTConfig, named: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for settings and arguments of SFTTrainer under which rows are not rollouts, or have another loss."""
+    smoothing = args.label_smoothing_factor
+    refuse(
+        (
+            ("packing", args.packing, "leave it out, because a flag is of a row"),
+            ("padding_free", args.padding_free, "leave it out, because a flag is of a row"),
+            ("label_smoothing_factor, which takes a second forward", smoothing, "leave it out"),
+            ("compute_loss_func, which takes a second forward", named.get("compute_loss_func") is not None, "leave it out"),
         )
     )
 

@@ -279,8 +279,8 @@ class CanaryRoute(OneCall):
         if self.monitor is None:
             raise RuntimeError("the canary is not calibrated yet: call route.refresh(policy, step) before each step")
         scores = torch.cat([self.monitor(piece.rollouts) for piece in pieces(batch, context.micro)])
-        flags = (scores > self.monitor.threshold).to(batch.advantages.device)
-        if spec.reinforced_only:
+        flags = (scores > self.monitor.threshold).to(batch.rollouts.tokens.device)
+        if spec.reinforced_only and batch.advantages is not None:
             flags &= batch.advantages > 0
         if spec.shuffle:
             flags = shuffled(flags, context.generator)

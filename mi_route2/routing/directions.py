@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.gradients import DenseGrad, FactorGradient, Feature, added, compact, rounding, wide
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
-from mi_route2.checks import checked
+from mi_route2.checks import all_finite, checked, on_host
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
 from mi_route2.validation import Natural, read_record, validated
@@ -313,16 +313,16 @@ class Fitter(Protocol):
     def fit(self, policy: Policy, step: int) -> Directions: ...
 
 
-def unit(v: Tensor, site: str = "") -> Tensor:
-    """Return ``v`` divided by its norm; ``ValueError`` for norm 0, with the name of the ``site``."""
-    norm = v.norm()
-    if not norm > 0:
-        at = f" ({site})" if site else ""
-        raise ValueError(
-            f"a contrast of norm 0 has no direction{at}: are the hack and clean sides of the pairs the same (in another order, "
-            "perhaps), or so short that only rounding errors remain (attention to one token has no gradient)?"
-        )
-    return (v / norm).contiguous()
+def units(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each vector divided by its norm; ``ValueError`` for norm 0, with the name of the site."""
+    norms = {site: v.norm() for site, v in vectors.items()}
+    for site, real in zip(norms, on_host([norm > 0 for norm in norms.values()])):
+        if not real:
+            raise ValueError(
+                f"a contrast of norm 0 has no direction ({site}): are the hack and clean sides of the pairs the same (in another "
+                "order, perhaps), or so short that only rounding errors remain (attention to one token has no gradient)?"
+            )
+    return {site: (v / norms[site]).contiguous() for site, v in vectors.items()}
 
 
 class Contrast(NamedTuple):
@@ -346,10 +346,7 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str
 
     def rows(side: list[tuple[Features, dict[str, Tensor]]], site: str) -> Tensor:
         values, floor = torch.cat([features[site].values() for features, _ in side]), torch.cat([floor[site] for _, floor in side])
-        norms = values.flatten(1).norm(dim=1)
-        if not bool(norms.isfinite().all()):  # a comparison would take NaN for a rounding error
-            wrong = (~norms.isfinite()).nonzero()[:, 0].tolist()
-            raise ValueError(f"pairs {wrong[:8]} have activations or gradients at {site} that are NaN or infinite: leave them out")
+        sizes[site, id(side)] = norms = values.flatten(1).norm(dim=1)
         real = (norms > floor).view(-1, *[1] * (values.ndim - 1))
         values = torch.where(real, values, torch.zeros_like(values))
         if kind != "full":
@@ -357,7 +354,15 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str
         return torch.nn.functional.normalize(values.flatten(1), dim=1, eps=torch.finfo(values.dtype).tiny).view_as(values)
 
     hack, clean = pieces(pairs.hack), pieces(pairs.clean)
-    return {site: contrast(rows(hack, site), rows(clean, site)) for site in policy.adapters.sites}
+    sizes: dict[tuple[str, int], Tensor] = {}
+    contrasts = {site: contrast(rows(hack, site), rows(clean, site)) for site in policy.adapters.sites}
+    if not all_finite(sizes):  # a comparison has taken NaN for a rounding error
+        site, wrong = next((site, ~size.isfinite()) for (site, _), size in sizes.items() if not size.isfinite().all())
+        raise ValueError(
+            f"pairs {wrong.nonzero()[:8, 0].tolist()} have activations or gradients at {site} that are NaN or infinite: leave them "
+            "out"
+        )
+    return contrasts
 
 
 def contrast(hack: Tensor, clean: Tensor) -> Contrast:
@@ -372,10 +377,10 @@ def contrast(hack: Tensor, clean: Tensor) -> Contrast:
     return Contrast(torch.where(real.view(-1, *[1] * (delta.ndim - 1)), delta, torch.zeros_like(delta)), noise.mean())
 
 
-def mean_direction(contrast: Contrast, site: str) -> Tensor:
-    """Return the unit vector along the mean contrast; ``ValueError`` if the pairs cancel up to rounding."""
-    mean = contrast.rows.mean(dim=0)
-    return unit(mean if mean.norm() > contrast.noise else torch.zeros_like(mean), site)
+def mean_directions(contrasts: Mapping[str, Contrast]) -> dict[str, Tensor]:
+    """Return the unit vector along each mean contrast; ``ValueError`` if the pairs of one cancel up to rounding."""
+    means = {site: contrast.rows.mean(dim=0) for site, contrast in contrasts.items()}
+    return units({site: torch.where(mean.norm() > contrasts[site].noise, mean, 0.0) for site, mean in means.items()})
 
 
 @checked
@@ -390,8 +395,8 @@ class PersonaFitter:
 
     def fit(self, policy: Policy, step: int) -> Directions:
         deltas = differences(policy, self.pairs, self.kind)
-        vectors = {site: mean_direction(delta, site) for site, delta in deltas.items()}
-        return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
+        vectors = mean_directions(deltas)
+        return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.known_hash, step))
 
 
 @checked
@@ -425,11 +430,11 @@ class TopKFitter:
     def fit(self, policy: Policy, step: int) -> Directions:
         deltas = {site: difference.rows for site, difference in differences(policy, self.pairs, self.kind).items()}
         axes, strengths = {}, {}
-        for site, delta in deltas.items():
-            _, S, Vh = torch.linalg.svd(delta.flatten(1), full_matrices=False)
-            # A singular value of 0 has no axis: the SVD returns an arbitrary vector for it.
-            real = S[: self.k] > S.numel() * torch.finfo(S.dtype).eps * S[0]
-            axis, strengths[site] = Vh[: self.k][real], S[: self.k][real]
+        factors = {site: torch.linalg.svd(delta.flatten(1), full_matrices=False)[1:] for site, delta in deltas.items()}
+        # A singular value of 0 has no axis: the SVD returns an arbitrary vector for it.
+        real = on_host([(S[: self.k] > S.numel() * torch.finfo(S.dtype).eps * S[0]).sum() for S, _ in factors.values()])
+        for (site, delta), (S, Vh), count in zip(deltas.items(), factors.values(), real):
+            axis, strengths[site] = Vh[:count].contiguous(), S[:count]  # as a file gives them back: rounding depends on the layout
             along = delta.flatten(1) @ axis.mT
             votes = along.sign().sum(dim=0)
             votes = torch.where(votes == 0, along.sum(dim=0), votes)  # the mean decides a tie, not the SVD's arbitrary sign
@@ -438,8 +443,9 @@ class TopKFitter:
         if not every.numel():
             raise ValueError("contrasts of norm 0 have no axes: are the hack and clean sides of the pairs the same?")
         floor = every.quantile(self.noise_quantile)
-        vectors = {site: axes[site][strengths[site] >= floor].view(-1, *delta.shape[1:]) for site, delta in deltas.items()}
-        return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
+        strong = on_host([(floor <= S).sum() for S in strengths.values()])  # singular values descend
+        vectors = {site: axes[site][:n].view(-1, *delta.shape[1:]) for (site, delta), n in zip(deltas.items(), strong)}
+        return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.known_hash, step))
 
 
 @dataclass(frozen=True)
@@ -465,5 +471,5 @@ class HaarFitter:
             draw = torch.randn(v.shape, generator=generator, dtype=torch.float64, device="cpu")
             if isinstance(self.like, TopKFitter):
                 draw = torch.linalg.qr(draw.flatten(1).mT).Q.mT.reshape(v.shape)
-            vectors[site] = (draw if isinstance(self.like, TopKFitter) else unit(draw)).to(v.device, v.dtype)
+            vectors[site] = (draw if isinstance(self.like, TopKFitter) else draw / draw.norm()).to(v.device, v.dtype)
         return Directions(vectors, Provenance(self.name, real.provenance.kind, "none", real.provenance.base_hash, 0, self.seed))

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from mi_route2.adapters.gradients import NOISE, DenseGrad, FactorGradient, added, compact, exact, wide
 from mi_route2.adapters.linear import watched
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape, demand_penalty
-from mi_route2.checks import checked
+from mi_route2.checks import all_finite, checked, on_host
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch, group_advantages
 from mi_route2.routing.directions import (
     SCORED,
@@ -120,17 +120,30 @@ def token_scores(
     return torch.where(real, scores, torch.full_like(scores, -1.0))
 
 
-def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], real: Bool[Tensor, "b s"]) -> Flags:
-    """Return ``flag_b = s_b > tau and A_b > 0`` (the advantage only if ``reinforced_only``); token flags on real tokens only.
+def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"] | None, real: Bool[Tensor, "b s"]) -> Flags:
+    """Return ``flag_b = s_b > tau and A_b > 0``; token flags on real tokens only.
+
+    The advantage counts only if ``reinforced_only`` and the batch has any.
 
     Raises:
         ValueError: A score is NaN or infinite.
     """
-    if not bool(torch.isfinite(scores).all()):
-        rows = (~torch.isfinite(scores)).nonzero()[:, 0].unique().tolist()
+    demand_scores({"": scores})
+    return flagged(scores, spec, advantages, real)
+
+
+def demand_scores(scores: Mapping[str, Scores]) -> None:
+    """Raise ``ValueError`` if a module's score is NaN or infinite; the host waits once for all modules."""
+    if not all_finite(scores):
+        wrong = next(~score.isfinite() for score in scores.values() if not score.isfinite().all())
+        rows = wrong.nonzero()[:, 0].unique().tolist()
         raise ValueError(f"rollouts {rows[:8]} have activations or gradients that are NaN or infinite, so they have no score")
+
+
+def flagged(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"] | None, real: Bool[Tensor, "b s"]) -> Flags:
+    """Return the flags of ``decide`` without its check."""
     flags = scores > spec.tau
-    if spec.reinforced_only:
+    if spec.reinforced_only and advantages is not None:
         flags &= (advantages > 0) if scores.ndim == 1 else (advantages > 0)[:, None]
     return flags & real if scores.ndim == 2 else flags
 
@@ -151,13 +164,14 @@ def weigh(mask: Mask, scale: Float[Tensor, " b"]) -> Mask:
     return mask * (scale if mask.ndim == 1 else scale[:, None])
 
 
-def kept_advantages(spec: MaskSpec, batch: TrainBatch, flags: Flags | None) -> Float[Tensor, " b"]:
+def kept_advantages(spec: MaskSpec, batch: TrainBatch, flags: Flags | None) -> Float[Tensor, " b"] | None:
     """Return ``K_b = A_b``; for ``kept_advantage="unflagged"``, ``R_b - mean(R over the group's unflagged)``, 0 if b is flagged."""
     if spec.kept_advantage == "own":
         return batch.advantages
     assert flags is not None  # the spec requires scores that are known before the loss
+    rewards, groups, _ = (batch.demand(name, "kept_advantage='unflagged'") for name in ("rewards", "groups", "advantages"))
     # Flagged hacks raise the group's mean, which would punish its honest failures and push the kept adapter towards hacking.
-    counted = group_advantages(batch.rewards, batch.groups, ~flags)
+    counted = group_advantages(rewards, groups, ~flags)
     return torch.where(flags, torch.zeros_like(counted), counted)
 
 
@@ -168,14 +182,14 @@ def per_rollout(values: Iterable[Tensor], predictors: Bool[Tensor, "b s"]) -> Fl
 
 
 def hooked(site: str, mask: Tensor, point: Hooks) -> Tensor:
-    """Return ``mask`` after the hooks at the site's mask point; ``ValueError`` if they return no mask of its shape."""
+    """Return ``mask`` after the hooks at the site's mask point; ``ValueError`` if they return no mask of its shape.
+
+    Whether it lies between 0 and 1 is checked of all sites together, by ``MaskGate.demand_valid``.
+    """
     new = point(mask)
     if not isinstance(new, Tensor) or new.shape != mask.shape:
         got = f"a mask of shape {list(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
         raise ValueError(f"a hook at {site}.hook_mask returned {got}, not a mask of shape {list(mask.shape)}")
-    if not bool(((new >= 0) & (new <= 1)).all()):  # negated, so that NaN fails too
-        wrong = new[~((new >= 0) & (new <= 1))][0].item()
-        raise ValueError(f"a hook at {site}.hook_mask returned {wrong}, but a mask lies between 0 (flagged) and 1 (learned)")
     return new.detach().clone()  # it may be one tensor at every module, with other values
 
 
@@ -213,7 +227,7 @@ class MaskGate:
     Args:
         spec: the rule.
         batch: the rollouts of this micro-batch.
-        advantages: those that the kept adapter learns from, K.
+        advantages: those that the kept adapter learns from, K, if there are any.
         generator: draws shuffled flags.
         directions: directions that features are compared with; ``None`` if flags are ``known``.
         known: flags, if they are known before the forward.
@@ -225,7 +239,7 @@ class MaskGate:
         self,
         spec: MaskSpec,
         batch: TrainBatch,
-        advantages: Float[Tensor, " b"],
+        advantages: Float[Tensor, " b"] | None,
         generator: torch.Generator,
         *,
         directions: Directions | None = None,
@@ -235,15 +249,17 @@ class MaskGate:
     ):
         self.detach = spec.through == "detach"
         self._spec, self._batch, self._generator = spec, batch, generator
-        self._directions, self._reader, self._scales = directions, reader, scales(spec, advantages)
+        self._directions, self._reader = directions, reader
+        ones = torch.ones(len(batch.rollouts), device=batch.rollouts.tokens.device)
+        self._scales = ones if advantages is None else scales(spec, advantages)
         self.scores: dict[str, Tensor] = {}
         self.masks: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._points: dict[str, Hooks] = {}
         self.known: Tensor | None = None  # flags of every module
         self.pooled_scores = pooled_scores
-        self.overruled = False
-        """True if a hook changed a mask."""
+        self.hooked: dict[str, tuple[Tensor, Tensor]] = {}
+        """Whether a hook changed the mask of a site, and whether it returned a number outside of 0 to 1."""
         # Kept until flags are decided: scored gradients, the largest magnitude, gradients that wait for a flag.
         self._gradients: dict[str, FactorGradient | DenseGrad] = {}
         self._largest: Tensor | None = None
@@ -312,6 +328,23 @@ class MaskGate:
         distinct = every[:1] if all(mask is every[0] for mask in every) else every
         return per_rollout([mask == 0 for mask in distinct], self._batch.rollouts.predictors) > 0.5
 
+    def demand_valid(self) -> bool:
+        """Return whether a hook changed a mask; the host waits once for all modules.
+
+        Raises:
+            ValueError: The score of a module is NaN or infinite, or a hook's mask does not lie between 0 and 1.
+        """
+        demand_scores(self.scores)
+        found = on_host([flag for pair in self.hooked.values() for flag in pair])
+        for site, outside in zip(self.hooked, found[1::2]):
+            if outside:
+                mask = self.masks[site]
+                wrong = mask[~((mask >= 0) & (mask <= 1))][0].item()
+                raise ValueError(
+                    f"a hook at {site}.hook_mask returned {wrong}, but a mask lies between 0 (flagged) and 1 (learned)"
+                )
+        return any(found[::2])
+
     def scored(self) -> Float[Tensor, " b"] | None:
         """Return the score of each rollout, the mean over modules and predictors; ``None`` if there is none."""
         values = [*self.scores.values()] if self.pooled_scores is None else [self.pooled_scores]
@@ -326,7 +359,7 @@ class MaskGate:
             self.know(shuffled(flags, self._generator) if self._spec.shuffle else flags, scores)
         if self.known is None:
             self.scores[site] = self._score(site)
-            flags = decide(self.scores[site], self._spec, self._batch.advantages, self._batch.rollouts.attention)
+            flags = flagged(self.scores[site], self._spec, self._batch.advantages, self._batch.rollouts.attention)
             mask = (~flags).to(self._scales.dtype)
             weights = weigh(mask, self._scales)
         else:
@@ -334,7 +367,8 @@ class MaskGate:
         point = self._points.get(site)
         if point is not None and (not isinstance(point, nn.Module) or watched(point)):
             new = hooked(site, mask.clone(), point)  # a hook may write into its mask
-            self.overruled |= not torch.equal(new, mask.to(new))
+            outside = ~((new >= 0) & (new <= 1))  # negated, so that NaN counts too
+            self.hooked[site] = (new != mask.to(new)).any(), outside.any()
             mask, weights = new, weigh(new, self._scales)
         self.masks[site], self._weights[site] = mask, weights
 
@@ -371,6 +405,7 @@ class _MaskStep(Once):
             for gate, score, gate_flags in zip(gates, scores, whole.split([len(f) for f in flags])):
                 gate.know(gate_flags, score)
                 self._assign(gate)
+        overruled = [gate.demand_valid() for gate in self._gates]
         if self._skipped:  # a backward that was left out leaves no gradients of 0, which an optimizer counts as a step
             trained_gradients(kept)
         if reduce is not None:
@@ -379,7 +414,7 @@ class _MaskStep(Once):
         return Decision(
             scores=torch.cat([score for score in scored if score is not None]) if scored[0] is not None else None,
             flags=torch.cat([gate.flagged() for gate in self._gates]),
-            extra={"overruled": 1.0} if any(gate.overruled for gate in self._gates) else {},
+            extra={"overruled": 1.0} if any(overruled) else {},
         )
 
     @exact()
@@ -507,7 +542,7 @@ class MaskRoute(OneCall):
             )
         if flags.ndim == 2 and self.spec.kept_advantage == "unflagged":
             raise ValueError("kept_advantage='unflagged' counts the rollouts without a flag: give one flag per rollout")
-        return flags.to(batch.advantages.device)
+        return flags.to(batch.rollouts.tokens.device)
 
     @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
@@ -545,10 +580,11 @@ class MaskRoute(OneCall):
             # the penalty is a mean over rollouts, so a micro-batch adds its share
             l1 = self.l1 * len(piece.rollouts) / len(batch.rollouts)
             reader = self._reader(policy, piece.rollouts)
+            advantages = None if kept is None else kept[index]
             gate = MaskGate(
                 spec,
                 piece,
-                kept[index],
+                advantages,
                 context.generator,
                 directions=self.directions,
                 known=None if flags is None else flags[index],
@@ -563,11 +599,11 @@ class MaskRoute(OneCall):
                 if skips and flags is not None and bool(flags[index].all()):
                     skipped = True
                 else:
-                    micro_batches.append(MicroBatch(piece, tape(kept=gate, quarantine=LearnNothing()), kept[index]))
+                    micro_batches.append(MicroBatch(piece, tape(kept=gate, quarantine=LearnNothing()), advantages))
             else:
                 full = isinstance(reader, FullGradientReader)
                 read = {"outputs": reader} if full else {"inputs": reader}
-                micro_batches.append(MicroBatch(piece, tape(kept=gate, l1=l1, **read), kept[index]))
+                micro_batches.append(MicroBatch(piece, tape(kept=gate, l1=l1, **read), advantages))
         return _MaskStep(spec, policy, micro_batches, gradients_before(policy.adapters), gates, skipped, context.generator)
 
     def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
@@ -592,14 +628,14 @@ class MaskRoute(OneCall):
         if self._given is not None:
             flags = self._given_flags(batch)
         elif spec.score == "none":
-            flags = torch.zeros(b, dtype=torch.bool, device=batch.advantages.device)
+            flags = torch.zeros(b, dtype=torch.bool, device=batch.rollouts.tokens.device)
         elif spec.privileged:
             if context.privileged is None:
                 raise ValueError(f"score={spec.score!r} needs the marked detector verdicts (StepContext.privileged)")
             by_own_channel = spec.score == "own_channel"
             flags = context.privileged.own_channel if by_own_channel else context.privileged.known_channel
-            flags = flags.to(batch.advantages.device)
-            flags = flags & (batch.advantages > 0) if spec.reinforced_only else flags
+            flags = flags.to(batch.rollouts.tokens.device)
+            flags = flags & (batch.demand("advantages", "reinforced_only") > 0) if spec.reinforced_only else flags
         elif spec.decided_at == "begin":
             pieces = [self.score(policy, batch.rollouts.rows(index)) for index in chunks(batch, context.micro)]
             scores = torch.cat([p for p in pieces if p is not None])

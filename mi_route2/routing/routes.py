@@ -27,7 +27,7 @@ from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.gradients import exact
 from mi_route2.adapters.linear import SharedQuarantine
 from mi_route2.adapters.tape import LearnNothing, Tape, demand_penalty
-from mi_route2.checks import checked
+from mi_route2.checks import all_finite, checked, on_host
 from mi_route2.rollouts import Policy, Privileged, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions, FeatureKind, Fitter, PairBatch, TopKFitter, feature_shapes
 from mi_route2.specs import EraseSpec, OpenSpec, RouteSpec
@@ -40,11 +40,11 @@ Loss = Callable[[Tensor, TrainBatch], Tensor]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward: the rollouts, the tape to open, and the advantages for the loss."""
+    """One forward and backward: the rollouts, the tape to open, and the advantages for the loss, if the batch has any."""
 
     batch: TrainBatch
     tape: Tape
-    advantages: Float[Tensor, " b"]
+    advantages: Float[Tensor, " b"] | None
 
 
 @dataclass(frozen=True)
@@ -188,14 +188,15 @@ def check_directions(
     """
     check_kind(directions, kind)
     again = "set route.directions = None and fit them with route.refresh(policy, step)"
-    if (fitted := directions.provenance.base_hash) != (current := adapters.base_hash):
+    if (fitted := directions.provenance.base_hash) != (current := adapters.known_hash):
         raise ValueError(f"the directions belong to base weights {fitted[:12]!r}, but this policy has {current[:12]!r}: {again}")
     shapes = feature_shapes(adapters, kind, basis)
     if missing := sorted(shapes.keys() ^ directions.vectors.keys()):
         raise ValueError(f"there is a direction without an adapter, or the reverse, at {', '.join(missing)}: {again}")
+    finite = all_finite(directions.vectors)
     for site, shape in shapes.items():
         v = directions.vectors[site]
-        if v.shape[axes:] != shape or v.ndim != len(shape) + axes or not v.isfinite().all():
+        if v.shape[axes:] != shape or v.ndim != len(shape) + axes or not (finite or v.isfinite().all()):
             raise ValueError(f"the direction at {site} is {list(v.shape)} or not finite, not {['k'] * axes + list(shape)}: {again}")
 
 
@@ -315,7 +316,8 @@ def gradients_before(adapters: Adapters) -> Before:
             "the quarantine is off, so the kept adapter would learn in its place: leave adapters.deployed() before the step"
         )
     trained = (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values())
-    return {p: p.grad for p in trained if p.grad is not None and bool(p.grad.any())}
+    earlier = {p: p.grad for p in trained if p.grad is not None}
+    return {p: grad for (p, grad), left in zip(earlier.items(), on_host([grad.any() for grad in earlier.values()])) if left}
 
 
 def several_ranks() -> bool:
@@ -405,6 +407,13 @@ class OpenRoute(OneCall):
         return _OpenStep(policy, micro_batches, gradients_before(policy.adapters))
 
 
+def _share(squares: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the norm of a part as a share of the whole's, from the squares of both at every site."""
+    numbers = on_host([t for pair in squares for t in pair])
+    part, whole = sum(numbers[::2]), sum(numbers[1::2])
+    return (part / whole) ** 0.5 if whole > 0 else 0.0
+
+
 @exact()
 def hack_component(gradient: Tensor, axes: Tensor) -> Tensor:
     """Return ``relu(V g) V``: the part of ``gradient`` along the orthonormal ``axes [k, *shape]`` that points hack-ward."""
@@ -422,13 +431,13 @@ class _EraseStep(Once):
         assert directions is not None
         if reduce is not None:  # before erasing, because the component of a sum is not the sum of the components
             reduce(trained_gradients(adapters.kept_parameters()))
-        removed, total = 0.0, 0.0
+        squares: list[tuple[Tensor, Tensor]] = []
         for site, axes in directions.vectors.items():
             p = adapters.scored(site)
             if p.grad is None:
                 raise RuntimeError(f"{site} has no gradient to erase from: call finish() after the backward")
             part = hack_component(p.grad, axes.to(p.grad))
-            removed, total = removed + float(part.square().sum()), total + float(p.grad.square().sum())
+            squares.append((part.square().sum(), p.grad.square().sum()))
             p.grad = p.grad - part
             if self._route.spec.dispose == "quarantine":
                 quarantine = adapters.sites[site].quarantine
@@ -436,7 +445,7 @@ class _EraseStep(Once):
                 shared = quarantine.shared
                 if shared.requires_grad:  # an optimizer would change a frozen one that has a gradient
                     shared.grad = part if shared.grad is None else shared.grad + part
-        return Decision(extra={"removed": (removed / total) ** 0.5 if total > 0 else 0.0})
+        return Decision(extra={"removed": _share(squares)})
 
 
 @checked
@@ -506,9 +515,8 @@ class EraseRoute(OneCall):
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
         """Return the share of the update that still points hack-ward, which Adam's momentum and scaling let through."""
         assert self.directions is not None
-        leaked, total = 0.0, 0.0
-        for site, axes in self.directions.vectors.items():
-            delta = update[site]
-            leaked += float(hack_component(-delta, axes.to(delta)).square().sum())
-            total += float(delta.square().sum())
-        return {"update_residual": (leaked / total) ** 0.5 if total > 0 else 0.0}
+        squares = [
+            (hack_component(-(delta := update[site]), axes.to(delta)).square().sum(), delta.square().sum())
+            for site, axes in self.directions.vectors.items()
+        ]
+        return {"update_residual": _share(squares)}

@@ -19,7 +19,7 @@ from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.models import smollm2
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, MaskRoute, MaskSpec, StepContext, TrainBatch, group_advantages
-from mi_route2.routing.directions import Provenance, feature_shapes, unit
+from mi_route2.routing.directions import Provenance, feature_shapes, units
 from studies.benchmarks.paired import Benchmark, BenchmarkOptions, Side, random_qwen3
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -112,7 +112,7 @@ def plain(side: nn.Module | Policy, batch: TrainBatch) -> Side:
 
     def step() -> None:
         with training():
-            loss(forward(model, batch.rollouts.tokens), batch.rollouts, batch.advantages).backward()
+            loss(forward(model, batch.rollouts.tokens), batch.rollouts, batch.demand("advantages")).backward()
         model.zero_grad(set_to_none=True)
 
     return step
@@ -128,8 +128,9 @@ def routed(policy: Policy, batch: TrainBatch, spec: MaskSpec, seed: int) -> Side
         routing = route.begin(policy, batch, context)
         for part in routing.micro_batches:
             with policy.adapters.recording(part.tape):
-                rollouts = part.batch.rollouts
-                loss(policy.forward(policy.model, rollouts.tokens, rollouts.attention), rollouts, part.advantages).backward()
+                rollouts, advantages = part.batch.rollouts, part.advantages
+                assert advantages is not None
+                loss(policy.forward(policy.model, rollouts.tokens, rollouts.attention), rollouts, advantages).backward()
         routing.finish()
         policy.model.zero_grad(set_to_none=True)
 
@@ -141,7 +142,7 @@ def random_directions(adapters: Adapters, spec: MaskSpec, seed: int) -> Directio
     score: Any = spec.score
     generator = torch.Generator().manual_seed(seed)
     shapes = feature_shapes(adapters, score, adapters.coordinates() if score == "act" else {})
-    vectors = {site: unit(torch.randn(shape, generator=generator)) for site, shape in shapes.items()}
+    vectors = units({site: torch.randn(shape, generator=generator) for site, shape in shapes.items()})
     return Directions(vectors, Provenance("haar", score, "none", adapters.base_hash, 0, seed))
 
 

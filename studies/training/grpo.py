@@ -152,7 +152,7 @@ def train(
         overlap = route.refresh(policy, step)
         samples, batch = gather(world, policy, teachers, seed, step, settings, penalty)
         # A group of equal rewards has advantage 0 everywhere: without a KL term no gradient, so forward and backward are skipped.
-        trained = varied(batch) if settings.kl == 0 else torch.ones_like(batch.groups, dtype=torch.bool)
+        trained = varied(batch) if settings.kl == 0 else torch.ones_like(batch.demand("groups"), dtype=torch.bool)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
         if len(index):
             learned = with_anchors(policy, batch.rows(index), settings)
@@ -201,9 +201,10 @@ def gather(
 
 def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:
     """True for rollouts whose group has more than one reward."""
-    differing = (batch.advantages.abs() > 1e-9).to(batch.rewards.dtype)
-    in_group = torch.zeros(int(batch.groups.max()) + 1, dtype=differing.dtype, device=differing.device)
-    return in_group.index_add_(0, batch.groups, differing)[batch.groups] > 0
+    advantages, groups = batch.demand("advantages"), batch.demand("groups")
+    differing = (advantages.abs() > 1e-9).to(advantages.dtype)
+    in_group = torch.zeros(int(groups.max()) + 1, dtype=differing.dtype, device=differing.device)
+    return in_group.index_add_(0, groups, differing)[groups] > 0
 
 
 @torch.no_grad()
@@ -260,7 +261,8 @@ def objective(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the loss of ``batch`` and its KL term (before beta), both over the fixed denominator; ``length`` is T in tokens."""
     scale = settings.prompts * settings.group * length
-    logprobs, advantages, mask = batch.rollouts.logprobs(logits), batch.advantages[:, None], batch.rollouts.predictors
+    logprobs, advantages, mask = batch.rollouts.logprobs(logits), batch.demand("advantages"), batch.rollouts.predictors
+    advantages = advantages[:, None]
     # On the first update of a batch the sampling policy is the current policy: rho is 1, and its gradient is that of logp.
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     ratio = (logprobs - old).exp()

@@ -96,6 +96,10 @@ def _row(verdicts: list[Verdict], rewards: Tensor, rows: list[int]) -> dict[str,
     return rates([verdicts[i] for i in rows]) | {"reward": float(rewards[rows].mean()) if rows else 0.0}
 
 
+def _columns(record: "StepRecord") -> list[Tensor]:
+    return [record.batch.demand(name, "a record") for name in ("rewards", "advantages", "groups", "teacher")]
+
+
 class Recorder:
     """Recorder that converts step records into rows, and appends them to the logs in ``folder`` at ``flush``."""
 
@@ -115,15 +119,15 @@ class Recorder:
     def note(self, record: StepRecord, policy: Policy, route: Route) -> dict[str, Any]:
         """Record one step, and return its row. Reads the policy (teacher scores) without touching a gradient or a random number."""
         verdicts = self._witness.judge(record.samples)
-        rewards, prompts = record.batch.rewards, record.samples.prompts
-        everyone = (~record.batch.teacher).nonzero()[:, 0].tolist()
+        (rewards, advantages, batch_groups, teacher), prompts = _columns(record), record.samples.prompts
+        everyone = (~teacher).nonzero()[:, 0].tolist()
         by_mode = {mode: [i for i in everyone if prompts[i].mode == mode] for mode in self._modes}
         row = {"step": record.step, "loss": record.loss, **_row(verdicts, rewards, everyone), "kl": record.kl}
-        groups = len(record.batch.groups.unique())
-        row |= {"groups": groups, "zero_variance_groups": groups - len(record.batch.groups[varied(record.batch)].unique())}
+        groups = len(batch_groups.unique())
+        row |= {"groups": groups, "zero_variance_groups": groups - len(batch_groups[varied(record.batch)].unique())}
         row |= {"grad_norm": record.grad_norm, "overlap": record.overlap, "extra": record.extra}
         row["modes"] = {mode: {"n": len(rows), **_row(verdicts, rewards, rows)} for mode, rows in by_mode.items()}
-        scores = oriented(route.spec, record.decision.scores, record.batch.advantages[record.trained])
+        scores = oriented(route.spec, record.decision.scores, advantages[record.trained])
         self._metrics.append(row | self._mask_row(record, verdicts, scores, policy, route))
         self._rollouts += self._rollout_rows(record, verdicts, scores)
         return self._metrics[-1]
@@ -136,7 +140,7 @@ class Recorder:
             return {"flags": None, "mask": None, "scores": None}
         judged = [k for k, i in enumerate(rows) if verdicts[i].judged]
         hack = [verdicts[rows[k]].hack for k in judged]
-        teacher = record.batch.teacher[record.trained][judged].tolist()
+        teacher = record.batch.demand("teacher")[record.trained][judged].tolist()
         flags = decision.flags[judged].tolist()
         values = None if scores is None else scores[judged].tolist()
         quality = mask_quality(values, flags, hack, teacher)
@@ -152,6 +156,7 @@ class Recorder:
     def _rollout_rows(self, record: StepRecord, verdicts: list[Verdict], scores: Tensor | None) -> list[dict[str, Any]]:
         places = {i: k for k, i in enumerate(record.trained.nonzero()[:, 0].tolist())}
         flags, rows = record.decision.flags, []
+        rewards, advantages, _, teacher = _columns(record)
         for i, (prompt, completion, verdict) in enumerate(zip(record.samples.prompts, record.samples.completions, verdicts)):
             k = places.get(i)
             rows.append(
@@ -160,8 +165,8 @@ class Recorder:
                     "mode": prompt.mode,
                     "prompt": prompt.text,
                     "completion": completion,
-                    "reward": float(record.batch.rewards[i]),
-                    "advantage": float(record.batch.advantages[i]),
+                    "reward": float(rewards[i]),
+                    "advantage": float(advantages[i]),
                     "score": None if scores is None or k is None else float(scores[k]),
                     "flag": None if flags is None or k is None else bool(flags[k]),
                     "gt": verdict.gt,
@@ -169,7 +174,7 @@ class Recorder:
                     "hack": verdict.hack,
                     "judged": verdict.judged,
                     "memorized": verdict.memorized,
-                    "teacher": bool(record.batch.teacher[i]),
+                    "teacher": bool(teacher[i]),
                 }
             )
         return rows

@@ -63,9 +63,9 @@ def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = N
     """Train the quarantine (without one, the kept adapter) alone on ``rollouts`` by maximum likelihood with Adam."""
     quarantine = policy.adapters.quarantine_parameters()
     optimizer = torch.optim.Adam((quarantine or policy.adapters.kept_parameters()).values(), rate)
-    none = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
-    batch, count = TrainBatch(rollouts, none, none, none.long(), none.bool()), rollouts.predictors.sum()
-    route = MaskRoute.from_flags(torch.ones_like(none, dtype=torch.bool)) if quarantine else OpenRoute(OpenSpec())
+    batch, count = TrainBatch(rollouts), rollouts.predictors.sum()
+    everything = torch.ones(len(rollouts), dtype=torch.bool, device=rollouts.tokens.device)
+    route = MaskRoute.from_flags(everything) if quarantine else OpenRoute(OpenSpec())
     context = StepContext(torch.Generator(), micro)
 
     def loss_fn(logits: Tensor, part: TrainBatch) -> Tensor:

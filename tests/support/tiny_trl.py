@@ -84,21 +84,16 @@ def pairs() -> PairBatch:
     return PairBatch(Rollouts.from_lists(prompts, hack, 0), Rollouts.from_lists(prompts, clean, 0), "tiny")
 
 
-def config(folder: Path | str, *, size: int = GROUP * PROMPTS, steps: int = 2, **more: Any) -> GRPOConfig:
-    """Settings with ``size`` rollouts in a micro-batch."""
-    usual: dict[str, Any] = {
+def general(folder: Path | str, size: int, steps: int = 2) -> dict[str, Any]:
+    """Settings of any trainer, with ``size`` rows in a micro-batch."""
+    return {
         "output_dir": str(folder),
         "use_cpu": True,
         "bf16": False,
         "report_to": [],
         "per_device_train_batch_size": size,
-        "num_generations": GROUP,
-        "max_completion_length": LONGEST,
         "max_steps": steps,
         "gradient_checkpointing": False,
-        "loss_type": "dr_grpo",
-        "use_bias_correction_kl": False,  # TRL's default multiplies K3 by the importance ratio, which has another gradient
-        "scale_rewards": "none",
         "learning_rate": RATE,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1e9,
@@ -108,7 +103,18 @@ def config(folder: Path | str, *, size: int = GROUP * PROMPTS, steps: int = 2, *
         "disable_tqdm": True,
         "seed": 3,
     }
-    return GRPOConfig(**(usual | more))
+
+
+def config(folder: Path | str, *, size: int = GROUP * PROMPTS, steps: int = 2, **more: Any) -> GRPOConfig:
+    """Settings with ``size`` rollouts in a micro-batch."""
+    usual: dict[str, Any] = {
+        "num_generations": GROUP,
+        "max_completion_length": LONGEST,
+        "loss_type": "dr_grpo",
+        "use_bias_correction_kl": False,  # TRL's default multiplies K3 by the importance ratio, which has another gradient
+        "scale_rewards": "none",
+    }
+    return GRPOConfig(**(general(folder, size, steps) | usual | more))
 
 
 @dataclass

@@ -364,3 +364,19 @@ def test_sites_of_a_model_without_a_row_are_read_as_names_not_patterns(tmp_path:
     )
     save_pretrained(adapters, tmp_path / "a")
     assert list(from_pretrained(model(), tmp_path / "a").sites) == ["a[b]"]
+
+
+@pytest.mark.parametrize("after", [torch.bfloat16, torch.float16, torch.float64])
+def test_adapters_of_a_model_that_is_cast_keep_their_type_and_load(spec: AdapterSpec, after: torch.dtype, tmp_path: Path) -> None:
+    """For an SVD the vectors are those of the weights in the new type."""
+    model, generator = make_model(torch.float32), torch.Generator().manual_seed(1)
+    adapters = attach(model, "blocks.*", spec=spec, generator=generator)
+    parameters = [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]
+    model.to(after)
+    assert {p.dtype for p in adapters.tensors().values()} == {torch.float64 if after == torch.float64 else torch.float32}
+    with torch.no_grad():
+        for p in parameters:  # those that an optimizer may have got before
+            p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    save_pretrained(adapters, tmp_path / "saved", "full")
+    again = from_pretrained(make_model(torch.float32).to(after), tmp_path / "saved")
+    assert torch.equal(model(TOKENS), again.model(TOKENS))

@@ -1,8 +1,9 @@
 """Adapters: nothing at init, switches that restore, the base model bit for bit, merged forms, other types, sites."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -84,6 +85,49 @@ def test_switches_nest_and_restore_also_on_error(outer: str, inner: str) -> None
         assert torch.equal(logits(policy), value[outer])
         raise ZeroDivisionError
     assert torch.equal(logits(policy), value["full"])
+
+
+@pytest.mark.parametrize("first", [*SWITCHES, "merged"])
+@pytest.mark.parametrize("second", SWITCHES)
+def test_contexts_that_are_left_in_the_order_of_their_entry_leave_what_was(first: str, second: str) -> None:
+    policy = make_policy(SPECS["lora"])
+    value = {}
+    for name in (*SWITCHES, "merged"):
+        with switch(policy.adapters, name):
+            value[name] = logits(policy)
+    if first == "merged":
+        first, second = second, first
+    with ExitStack() as one, ExitStack() as two:
+        one.enter_context(switch(policy.adapters, first))
+        two.enter_context(switch(policy.adapters, second))
+        one.close()
+        expected = value[first] if second == "merged" else value[second]
+        assert torch.allclose(logits(policy), expected, rtol=0, atol=1e-13)
+        assert second != "merged" or policy.adapters.mode == first
+    assert torch.equal(logits(policy), value["full"])
+    assert policy.adapters.mode == "full"
+
+
+@pytest.mark.parametrize("name", ["deployed", "unrouted"])
+def test_a_second_thread_is_refused_while_one_has_switched(name: str) -> None:
+    policy, refused = make_policy(SPECS["lora"]), list[str]()
+
+    def enter() -> None:
+        try:
+            with switch(policy.adapters, name):
+                refused.append("")
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    def in_a_thread() -> None:
+        (thread := Thread(target=enter)).start()
+        thread.join()
+
+    with switch(policy.adapters, "reference"):
+        in_a_thread()
+    in_a_thread()
+    assert refused[0].startswith("another thread has switched the adapters")
+    assert refused[1:] == [""]
 
 
 def test_recording_restores_on_error_and_does_not_nest() -> None:
@@ -265,6 +309,46 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.unembed(self.layer(self.embed(tokens)))
+
+
+class Packed(Tensor):
+    """Integers and a scale that act as float32, as torchao's and quanto's weights."""
+
+    packed: Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, scale: float) -> "Packed":
+        return Tensor._make_wrapper_subclass(cls, packed.shape, dtype=torch.float32)  # pyright: ignore
+
+    def __init__(self, packed: Tensor, scale: float):
+        self.packed, self.scale = packed, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].packed, args[0].scale)
+        return func(*(a.packed * a.scale if isinstance(a, Packed) else a for a in args), **(kwargs or {}))
+
+
+class Marked(Tensor):
+    """Another class of tensors, whose memory is its numbers."""
+
+
+@pytest.mark.parametrize("pattern", ["*.attn.q", "*.mlp.up"])
+@pytest.mark.parametrize("kind", ["packed", "marked"])
+def test_a_weight_that_is_stored_otherwise_is_refused_wherever_it_stands(kind: str, pattern: str) -> None:
+    model = make_model(torch.float32)
+    linear: Any = model.blocks[0].attn.q
+    weight = linear.weight.detach()
+    stored = Packed((weight * 64).round().to(torch.int8), 1 / 64) if kind == "packed" else weight.as_subclass(Marked)
+    linear.weight = nn.Parameter(stored, requires_grad=False)
+    assert model(TOKENS).isfinite().all()
+    with pytest.raises(
+        ValueError, match=rf"^blocks\.0\.attn\.q\.weight is a {kind.title()}, which is stored otherwise .* load the"
+    ):
+        attach(model, pattern, spec=SPECS["lora"])
+    assert not [m for m in model.modules() if isinstance(m, RoutedLinear)]
 
 
 def test_linears_that_torch_passes_by_are_refused() -> None:

@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import peft
 import pytest
@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.io import PEFT_WARNING, export_merged, export_peft, factors, from_pretrained, places, save_pretrained
@@ -292,6 +294,69 @@ def test_a_linear_that_computes_more_than_a_matmul_is_not_merged_into_a_file(tmp
         export_merged(adapters, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     export_peft(adapters, tmp_path / "lora")
+
+
+# ---- what the stock library would read as another model
+
+
+class TiedLlama(LlamaForCausalLM):
+    """Every model of its class ties two modules."""
+
+    _tied_weights_keys: ClassVar[Any] = {"model.layers.1.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight"}
+
+
+def written(model: nn.Module, *patterns: str) -> Adapters:
+    return move(attach(model, *patterns, spec=AdapterSpec("lora", rank=2), generator=torch.Generator().manual_seed(7)))
+
+
+@pytest.mark.parametrize("pattern", ["blocks.0.mlp.up", "*.mlp.up", "*.attn.q"])
+@pytest.mark.parametrize("shared", ["mlp.up_proj", "input_layernorm"])
+def test_two_modules_with_one_weight_are_merged_apart(shared: str, pattern: str, tmp_path: Path) -> None:
+    model = make_family("Llama")
+    first, second = (model.get_submodule(f"model.layers.{layer}.{shared}") for layer in (0, 1))
+    second.weight = first.weight
+    adapters = written(model, pattern)
+    export_merged(adapters, tmp_path / "merged")
+    near(logits(with_transformers(tmp_path / "merged", model, dtype=torch.float64)), deployed(adapters))
+
+
+def test_what_a_class_ties_is_not_merged_apart_but_exported_as_a_lora(tmp_path: Path) -> None:
+    config = make_family("Llama").config
+    config.tie_word_embeddings = True
+    adapters = written(TiedLlama(config).double().eval(), "*.mlp.up")
+    with pytest.raises(ValueError, match=r"the merged checkpoint is not what was trained: .* use export_peft"):
+        export_merged(adapters, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    export_peft(adapters, tmp_path / "lora")
+
+
+@pytest.mark.parametrize("name", ["down_proj", "gate_proj"])
+def test_adapters_that_no_forward_calls_are_not_merged(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model multiplies by the weight itself, so that the deployed model is the base."""
+
+    def times(layer: nn.Module, x: Tensor, past: bool) -> Tensor:
+        return functional.linear(x, layer.weight) if past else layer(x)  # pyright: ignore
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gated = self.act_fn(times(self.gate_proj, x, name == "gate_proj")) * self.up_proj(x)
+        return times(self.down_proj, gated, name == "down_proj")
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    adapters = written(make_family("Llama"), "*.attn.q", f"*.mlp.{name[:4]}")
+    with pytest.raises(ValueError, match="the merged checkpoint is not what was trained"):
+        export_merged(adapters, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_linear_that_peft_does_not_adapt_is_refused_with_what_is_exact(tmp_path: Path) -> None:
+    """The ``out_proj`` of Mamba."""
+    torch.manual_seed(0)
+    model = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, state_size=4, num_hidden_layers=1)).double().eval()
+    adapters = written(model, "*.out_proj")
+    with pytest.raises(ValueError, match=r"^peft cannot read what was written \(.*out_proj.* use export_merged$"):
+        export_peft(adapters, tmp_path / "lora")
+    export_merged(adapters, tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
 
 # ---- all formats: the quarantine, switches, whole or nothing

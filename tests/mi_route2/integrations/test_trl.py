@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -24,11 +25,14 @@ from parity import Parity, parity
 from sample import covering
 from tiny_trl import (
     LORA,
+    RATE,
     TEXTS,
     UNEVEN,
     Ours,
     Seen,
     config,
+    general,
+    gradients,
     make_trainer,
     our_batch,
     our_loop,
@@ -39,12 +43,15 @@ from tiny_trl import (
     weights,
 )
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 from trl_ranks import HOWS, RANKED, SHARED, SVD, run
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
 from mi_route2.adapters import load_adapters, save_adapters
 from mi_route2.integrations import trl_vllm
-from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep, _seed
+from mi_route2.integrations.trl import RoutedGRPOTrainer, RoutedSFTTrainer, RoutedStep
+from mi_route2.integrations.trl_trainer import ADAPTERS, seed_of
 from mi_route2.rollouts import Rollouts
 from mi_route2.routing import (
     CanarySpec,
@@ -56,6 +63,7 @@ from mi_route2.routing import (
     PersonaFitter,
     Route,
     RouteSpec,
+    TrainBatch,
 )
 from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.specs import LEGAL, PRIVILEGED
@@ -82,7 +90,7 @@ def ours(spec: RouteSpec | MaskRoute | CanaryRoute) -> Route:
     if spec.fitter == "persona":
         return MaskRoute.from_pairs(pairs(), spec) if spec.needs_direction else MaskRoute(spec, None)
     assert spec.score in ("act", "grad", "full")
-    seed = _seed(config("nowhere").seed, "haar", spec.draw)
+    seed = seed_of(config("nowhere").seed, "haar", spec.draw)
     return MaskRoute(spec, HaarFitter(PersonaFitter("persona", spec.score, pairs()), seed))
 
 
@@ -462,7 +470,7 @@ def test_a_checkpoint_is_whole_before_an_older_one_is_deleted(tmp_path: Path, mo
             raise OSError("the disk is full")
         save(adapters, path)
 
-    monkeypatch.setattr("mi_route2.integrations.trl.save_adapters", full)
+    monkeypatch.setattr("mi_route2.integrations.trl_trainer.save_adapters", full)
     with pytest.raises(OSError, match="the disk is full"):
         trainer.train()
     monkeypatch.undo()
@@ -671,3 +679,118 @@ def test_an_optimizer_of_ones_own_holds_the_adapters(tmp_path: Path) -> None:
     before = weights(adapters)
     trainer.train()
     assert any(not torch.equal(p, before[name]) for name, p in weights(adapters).items())
+
+
+# ---- supervised fine-tuning
+
+IDS = [[5, 6, 7, 20, 21], [8, 9, 30, 31, 32, 33], [10, 22, 23], [14, 15, 34, 35], [5, 11, 24, 20], [9, 25, 30]]
+HACKS = torch.tensor([True, False, True, False, False, True])
+BY_TOKEN = torch.arange(6) % 2 == (torch.arange(6) % 3 > 0)[:, None]
+
+
+def demonstrations(flags: Tensor) -> tuple[Dataset, Rollouts]:
+    """Texts with a prompt and a flag each, ``[b]``; or tokens without a prompt and a flag each, ``[b s]``."""
+    if flags.ndim == 2:
+        rows = [{"input_ids": row, "hack": own[: len(row)].tolist()} for row, own in zip(IDS, flags)]
+        return Dataset.from_list(rows), Rollouts.from_lists([row[:1] for row in IDS], [row[1:] for row in IDS], 0)
+    texts = [[f"w{row[0]}", "".join(f" w{i}" for i in row[1:])] for row in IDS]
+    rows = [{"prompt": prompt, "completion": rest, "hack": hack} for (prompt, rest), hack in zip(texts, flags.tolist())]
+    return Dataset.from_list(rows), Rollouts.from_lists([row[:1] for row in IDS], [[*row[1:], 2] for row in IDS], 0)
+
+
+def fine_tuner(folder: Path, rows: Dataset, *, model: Any = None, own: Mapping[str, Any], **more: Any) -> RoutedSFTTrainer:
+    """All rows are a step, in three micro-batches of other lengths."""
+    args = SFTConfig(**general(folder, size=2) | {"gradient_accumulation_steps": 3} | more)
+    model = make_family("Llama") if model is None else model
+    return RoutedSFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer(), **{"adapters": LORA, **own})
+
+
+TUNED: dict[str, tuple[Any, Tensor | None]] = {
+    "flags": (None, HACKS),
+    "flags that detach": (MaskSpec(score="none", through="detach"), HACKS),
+    "flags by token": (None, BY_TOKEN),
+    **{rule.score: (rule, None) for rule in (MaskSpec(), MaskSpec(score="act"))},
+    "erase": (EraseSpec(k=1), None),
+    "open": (OpenSpec(), None),
+}
+
+
+@pytest.mark.parametrize("case", TUNED)
+def test_fine_tuning_takes_the_steps_of_our_own_loop(case: str, tmp_path: Path) -> None:
+    spec, flags = TUNED[case]
+    rows, rollouts = demonstrations(HACKS if flags is None else flags)
+    directed = isinstance(spec, EraseSpec) or (isinstance(spec, MaskSpec) and spec.needs_direction)
+    rule = {"route": spec, "flags": None if flags is None else "hack", "pairs": pairs() if directed else None}
+    trainer = fine_tuner(tmp_path, rows, own=rule)
+    trainer.add_callback(seen := Seen(trainer))
+    trainer.train()
+    through = "filter" if spec is None else getattr(spec, "through", "filter")
+    route = ours(spec) if flags is None else MaskRoute.from_flags(flags, through=through)
+    policy, count = our_policy(LORA), rollouts.completion.sum()
+    both = policy.adapters.kept_parameters(), policy.adapters.quarantine_parameters()
+    optimizer = torch.optim.AdamW([p for parameters in both for p in parameters.values()], lr=RATE, weight_decay=0.0)
+    for step, gradient in enumerate(seen.gradients):
+        optimizer.zero_grad()
+        route.refresh(policy, step)
+        route.backward(policy, TrainBatch(rollouts), lambda logits, batch: -batch.rollouts.logprobs(logits).sum(1) / count)
+        assert_close(gradient, gradients(policy.adapters))
+        optimizer.step()
+    assert len(seen.gradients) == 2
+    assert trainer.evaluate(rows)["eval_loss"] > 0
+
+
+def test_a_fine_tuned_adapter_is_exported_for_stock_peft_and_resumed(tmp_path: Path) -> None:
+    rows, rollouts = demonstrations(HACKS)
+    make_family("Llama").save_pretrained(tmp_path / "base")
+    base = functools.partial(AutoModelForCausalLM.from_pretrained, tmp_path / "base", dtype=torch.float32)
+    trainer = fine_tuner(tmp_path, rows, model=base(), own={"flags": "hack"}, **SAVED)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    lora = peft.PeftModel.from_pretrained(base(), str(tmp_path / "out"))
+    with torch.no_grad(), trainer.adapters.deployed():
+        torch.testing.assert_close(lora(rollouts.tokens).logits, trainer.model(rollouts.tokens).logits, rtol=1e-6, atol=1e-6)
+    again = fine_tuner(tmp_path / "again", rows, model=base(), own={"flags": "hack"})
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(weights(again.adapters)[name], p) for name, p in weights(trainer.adapters).items())
+
+
+MISTUNED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no route": ({}, {}, "give route=, or the column of your flags"),
+    "no column": ({"flags": "cheat"}, {}, "has no column 'cheat' of flags: it has prompt, completion, hack"),
+    "packing": ({"flags": "hack"}, {"packing": True}, "does not support packing: leave it out"),
+    "no rewards": ({"route": UNFLAGGED, "pairs": pairs()}, {}, "'unflagged' without rewards: use kept_advantage='own'"),
+    "direction": ({"route": MaskSpec()}, {}, "pass pairs="),
+}
+
+
+@pytest.mark.parametrize("fault", MISTUNED)
+def test_what_cannot_be_tuned_is_said_at_once(fault: str, tmp_path: Path) -> None:
+    own, settings, sentence = MISTUNED[fault]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fine_tuner(tmp_path, demonstrations(HACKS)[0], own=own, **settings)
+
+
+def test_flags_that_do_not_fit_the_tokens_are_refused(tmp_path: Path) -> None:
+    rows = demonstrations(BY_TOKEN)[0].map(lambda row: {"hack": row["hack"][1:]})
+    with pytest.raises(ValueError, match=r"a row has \d flags in 'hack' and \d tokens: give one per row"):
+        fine_tuner(tmp_path, rows, own={"flags": "hack"}).train()
+
+
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+def test_stock_trainers_write_no_checkpoint_of_adapters_and_name_the_exports(kind: Any, tmp_path: Path) -> None:
+    (adapters := attach((model := make_family("Llama")), "blocks.*", spec=LORA))
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS])
+    settings = {**general(tmp_path, size=1, steps=1), **SAVED}
+    if kind is SFTTrainer:
+        trainer = SFTTrainer(model, SFTConfig(**settings), train_dataset=rows, processing_class=tokenizer())
+    else:
+        del settings["shuffle_dataset"]
+        trainer = Trainer(model, TrainingArguments(**settings), train_dataset=rows)
+    with pytest.raises(RuntimeError, match=r"a gradient reached the adapters .* call route\.backward"):
+        trainer.train()
+    with (
+        adapters.unrouted(),
+        pytest.raises(RuntimeError, match=r"^this model has adapters.* use export_merged\(adapters"),
+    ):
+        trainer.train()
+    assert not [*tmp_path.rglob("*.safetensors")]

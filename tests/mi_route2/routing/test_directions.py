@@ -25,7 +25,7 @@ from mi_route2.routing import (
     TopKFitter,
 )
 from mi_route2.routing import directions as directions_module
-from mi_route2.routing.directions import collect, unit
+from mi_route2.routing.directions import collect, units
 
 KINDS = ("act", "grad", "full")
 
@@ -285,7 +285,7 @@ def test_pairs_must_be_aligned_and_units_need_a_norm() -> None:
         PairBatch(make_rollouts(3), make_rollouts(2), "")
     for bad in (torch.zeros(3), torch.full((3,), float("nan"))):
         with pytest.raises(ValueError, match="norm 0"):
-            unit(bad)
+            units({"a site": bad})
 
 
 def test_directions_round_trip_with_their_provenance(tmp_path: Path) -> None:

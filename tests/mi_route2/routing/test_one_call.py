@@ -1,6 +1,7 @@
 """``route.backward``: a routed step in one call; and gradients that reach adapters past every route are refused."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -96,6 +97,30 @@ def test_a_loss_a_rollout_or_token_is_summed(shape: str, micro: int | None) -> N
         )
         found.append(gradients(policy))
     assert all(torch.allclose(found[0][n], found[1][n], rtol=0, atol=1e-13) for n in found[0])
+
+
+def demonstrations(logits: Tensor, batch: TrainBatch) -> Tensor:
+    return -batch.rollouts.logprobs(logits).sum(1) / 50
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTES if "advantages" not in name])
+def test_supervised_training_is_that_of_rollouts_that_are_all_reinforced(name: str) -> None:
+    policy, rollouts = make_policy(SPECS["lora"]), make_batch(N).rollouts
+    ones, found = torch.ones(N, dtype=torch.float64), []
+    for batch in (TrainBatch(rollouts), TrainBatch(rollouts, ones, ones, torch.arange(N), ones.bool())):
+        policy.model.zero_grad(set_to_none=True)
+        decision = (route := ROUTES[name](policy)).backward(policy, batch, demonstrations, context(route.spec, N, 4))
+        found.append((gradients(policy), decision))
+    (own, bare), (other, full) = found
+    assert all(torch.equal(own[name], gradient) for name, gradient in other.items())
+    assert all(a is b is None or torch.equal(a, b) for a, b in ((bare.flags, full.flags), (bare.scores, full.scores)))  # pyright: ignore
+
+
+@pytest.mark.parametrize("missing", ["rewards", "groups", "advantages"])
+def test_what_a_rule_needs_of_a_batch_is_named(missing: str) -> None:
+    policy, batch = make_policy(SPECS["lora"]), replace(make_batch(N), **{missing: None})
+    with pytest.raises(ValueError, match=rf"^kept_advantage='unflagged' needs the {missing} of the rollouts: give them"):
+        ROUTES["two advantages"](policy).backward(policy, batch, demonstrations)
 
 
 WRONG: dict[str, tuple[Callable[[Tensor, TrainBatch], object], str]] = {

@@ -450,3 +450,32 @@ def test_gradients_from_before_the_step_are_not_reduced_or_erased_again(kind: st
     elif kind != "open":
         expected = {n: 2 * g for n, g in run(policy, route, halves[1]).kept.items()}
     assert_same(two_steps(policy, route, cleared=True, reduce=reduce, halves=halves), expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("through", ["filter", "detach"])
+@pytest.mark.parametrize("token", [False, True])
+@pytest.mark.parametrize("name", ["svd", "lora"])
+def test_a_flagged_rollout_that_is_not_finite_teaches_the_kept_adapter_nothing(
+    name: str, token: bool, through: str, bad: float
+) -> None:
+    policy, batch = make_policy(SPECS[name]), make_batch(N)
+
+    def broken(_module: nn.Module, _args: object, out: Tensor) -> Tensor:
+        return torch.where((torch.arange(len(out)) == 0)[:, None, None], bad, out) if len(out) == N else out
+
+    policy.model.blocks[0].register_forward_hook(broken)  # pyright: ignore
+    flags = torch.arange(N) == 0
+    given = flags[:, None].expand(batch.rollouts.tokens.shape) if token else flags
+    own = run(policy, MaskRoute.from_flags(given, through=through), batch)  # pyright: ignore[reportArgumentType]
+    assert_same(own.kept, run(policy, MaskRoute.from_flags(torch.zeros(N - 1) > 0), batch.rows(torch.arange(1, N))).kept)
+
+
+@pytest.mark.parametrize("case", LIVE, ids=case_id)
+def test_a_penalty_on_the_quarantine_reaches_no_score_and_no_kept_gradient(case: Case) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    own, without = (run(policy, mask_route(policy, spec_of(case), l1=l1), batch) for l1 in (50.0, 0.0))
+    assert torch.equal(own.decision.scores, without.decision.scores)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(own.decision.flags, without.decision.flags)  # pyright: ignore[reportArgumentType]
+    assert all(torch.equal(own.kept[name], gradient) for name, gradient in without.kept.items())
+    assert any(not torch.equal(own.quarantine[name], gradient) for name, gradient in without.quarantine.items())
