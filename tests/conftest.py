@@ -97,35 +97,7 @@ LONG = (
     *("test_probing", "test_benchmarks", "test_gates", "test_canary_study", "test_transformer_lens", "test_study_hosts"),
     *("test_page", "test_distributed", "test_front_door", "test_checkpoints", "test_architecture", "test_jail_lifecycle"),
 )
-"""Files that take from a hundred seconds down to fifteen, the longest first: one that began last would leave the other core idle."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before any fixture
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Switch the import hook's checks; those at the front door (``mi_route2.checks``) are always on."""
-    off = item.stash.get(LATER, {}).get(item.config.getoption("--shapes"), False)
-    jaxtyping.config.update("jaxtyping_disable", off)
-
-
-def factors(item: pytest.Function) -> tuple[object, ...]:
-    """Return the parameters of a test one by one, tuples taken apart, as things that can be compared."""
-    values = (part for value in item.callspec.params.values() for part in (value if isinstance(value, tuple) else (value,)))
-    return tuple(
-        value if isinstance(value, str | int | float | bool | None) else getattr(value, "__qualname__", repr(value))
-        for value in values
-    )
-
-
-FEW = {"Qwen3", "GPT2", "MicroGPT"}
-"""Architectures that differ in most: gated and not, rotary and learned positions, one from transformers and ours."""
-
-LONG = (
-    *("test_trl", "test_compile", "test_survival", "test_smollm2", "test_study", "test_attacks"),
-    *("test_schedule", "test_tracing", "test_canary_study", "test_chat_study", "test_cost_benchmark", "test_cluster"),
-    *("test_load", "test_jail_machine", "test_page", "test_study_hosts", "test_docs", "test_command"),
-    *("test_transformer_lens", "test_claims", "test_server", "test_limits", "test_tracking"),
-)
-"""Files that take from eighty seconds down to fifteen, the longest first: one that began last would leave the other core idle."""
+"""Files that take from two minutes down to fifteen seconds, the longest first, or the other core would be idle at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses

@@ -247,7 +247,8 @@ class _Logits(TorchFunctionMode):
 
     def __init__(self, edited: Edit):
         super().__init__()
-        self.edited, self.rows, self.due = edited, (), False
+        self.edited, self.due = edited, False
+        self.rows: tuple[int, ...] = ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

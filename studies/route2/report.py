@@ -105,7 +105,7 @@ def _label(arm: str) -> str:
 
 def summary_table(runs: pd.DataFrame, order: list[str]) -> str:
     """Return the table of arms: means with 95% t intervals over seeds, and the number of runs that fail."""
-    counted = {name: label for name, label in COUNTED.items() if runs[name].any()}
+    counted = {name: label for name, label in COUNTED.items() if max(values(runs, name), default=0.0)}
     body = []
     for arm in order:
         of = runs.loc[runs.arm == arm]
