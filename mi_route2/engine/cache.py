@@ -70,16 +70,19 @@ class Slots:
         """Bytes that are allocated."""
         return sum(data.nbytes for data in self._shelves)
 
-    def fit(self, longest: int) -> None:
-        """Make rows of the first shelf, of which none may be in use, as short as requests of this length allow.
+    def fit(self, longest: int, count: int) -> None:
+        """Prepare the first shelf, of which no row may be in use, for ``count`` requests of up to this length.
 
-        Memory that is touched for the first time costs time, and a page of it may hold the beginnings of many rows.
+        Its rows are as short as that allows: memory that is touched for the first time costs time, and a page of it may hold the
+        beginnings of many rows.
         """
         if self.used or len(self.sizes) == 1:
             return
-        self.sizes[0] = min(self._start, -(-longest // 64) * 64)
+        layers, two, _, heads, _, width = self._shelves[0].shape
+        self.sizes[0] = min(self._start, -(-longest // 16) * 16)
         with torch.inference_mode(False):  # as in _resize
-            self._shelves[0] = self._shelves[0].new_zeros(*self._shelves[0].shape[:4], self.sizes[0], self._shelves[0].shape[5])
+            self._shelves[0] = _zeros([layers, two, min(count, self.rows), heads, self.sizes[0], width], self._shelves[0])
+        self._written[0] = 0
 
     def cost(self, length: int) -> int:
         """Return the bytes of a row for this length."""
@@ -189,7 +192,7 @@ class PrivateSlots:
     def cost(self, length: int) -> int:
         return length * self._position
 
-    def fit(self, _longest: int) -> None:
+    def fit(self, _longest: int, _count: int) -> None:
         """Do nothing: a cache of transformers grows by itself."""
 
     def capacity(self, _row: int) -> int:
@@ -261,7 +264,9 @@ class View:
         return (keys <= self._positions[..., None])[:, None]
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = (kept[..., : new.shape[3]] for kept, new in zip(self._data[layer], (key, value), strict=True))
+        keys, values = self._data[layer]
+        if key.shape[3] != value.shape[3]:
+            keys, values = keys[..., : key.shape[3]], values[..., : value.shape[3]]
         self._write(keys, key)
         self._write(values, value)
         if self._fresh:

@@ -230,7 +230,8 @@ class Engine:
         try:
             for request in requests:
                 numbers.append(self.submit(request))
-            self._residents.slots.fit(max((self._requests[number].reach for number in numbers), default=1))
+            if numbers:
+                self._residents.slots.fit(max(self._requests[number].reach for number in numbers), len(numbers))
             most = sum(self._requests[number].sampling.max_new for number in numbers)
             with tqdm(total=most, desc="tokens", delay=3, leave=False, disable=None if progress else True) as bar:
                 while len(results) < len(numbers):

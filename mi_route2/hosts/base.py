@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -548,6 +549,9 @@ class KeyValues(Protocol):
         ...
 
 
+_VERSION = attrgetter("_version")
+
+
 class ModelVersion:
     """Version of a model's numbers: torch's counters of in-place writes, and the switches of routed adapters.
 
@@ -591,7 +595,7 @@ class ModelVersion:
 
     def _now(self) -> tuple[object, ...]:
         switches = tuple((board.kept, board.quarantine) for board in self._boards)
-        return tuple(map(id, self._tensors)), sum(t._version for t in self._tensors), switches
+        return tuple(map(id, self._tensors)), sum(map(_VERSION, self._tensors)), switches
 
 
 def forward_hooks(modules: Iterable[nn.Module]) -> Iterator[object]:

@@ -85,7 +85,7 @@ class NumberTokenizer:
 
 def model() -> Served:
     """Return the served random model."""
-    return Served("random", open_host("torch", random_model(0)), NumberTokenizer())
+    return Served("random", open_host("torch", random_model(0, layers=4, d=128)), NumberTokenizer())
 
 
 def build(options: BenchmarkOptions, stack: ExitStack) -> Benchmark:
