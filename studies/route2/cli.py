@@ -255,7 +255,39 @@ class Probes:
             print(f"wrote {path}")
 
 
-COMMANDS = {"run": RunArms, "report": ReportAgain, "contrasts": CompareArms, "probes": Probes, "tiny-model": TinyModel}
+@dataclass(frozen=True)
+class Detection:
+    """Score answers of finished runs with the pairs' direction and with random ones: AUROC and F0.5 per mode."""
+
+    roots: tyro.conf.Positional[tuple[Path, ...]]
+    arm: Annotated[str, tyro.conf.arg(help="an arm that hacks at times, or 'base'; one for every root")] = "vanilla"
+    seed: int = 0
+    per_mode: Annotated[int, tyro.conf.arg(help="answers sampled in each mode")] = 128
+    draws: Annotated[int, tyro.conf.arg(help="random directions beside the pairs'")] = 20
+    out: Annotated[Path | None, tyro.conf.arg(help="where detection.json, .md and .png go; the first root if not given")] = None
+    pairs: Pairs = None
+
+    def __call__(self) -> None:
+        from studies.route2.detection import write_detection
+        from studies.training.job import Job
+
+        if not self.roots or min(self.per_mode, self.draws) < 1:
+            raise ValueError("give the folder of at least one run, and at least 1 for per-mode and draws")
+        _demand_folder(self.out)
+        arm = None if self.arm == "base" else get_arms((self.arm,))[0]
+        jobs = [Job.of(root, self.seed, arm, self.pairs) for root in self.roots]
+        names = [f"{self.arm}, {job.settings.steps} steps" if arm else self.arm for job in jobs]
+        show_paths(write_detection(jobs, names, self.per_mode, self.out or self.roots[0], self.draws))
+
+
+COMMANDS = {
+    "run": RunArms,
+    "report": ReportAgain,
+    "contrasts": CompareArms,
+    "probes": Probes,
+    "detection": Detection,
+    "tiny-model": TinyModel,
+}
 
 
 def main() -> int:

@@ -1,0 +1,170 @@
+"""How well the scores of contrast pairs tell hacks from other rollouts, before any of them trains: a gate to pass before a study.
+
+A finished run's policy, as deployed, answers prompts over test tasks, and the oracle says which answers are hacks. Each answer gets
+the pooled cosine of its activations (``act``), of the scored factor's gradient (``grad``) and of the full weights' (``full``) with
+the direction of the run's own pairs, and with random directions of the same spaces (Haar). Gradients are those of ``-log p``, as of
+an answer that training reinforces. F0.5 is at the threshold that is best in the known mode, the only one with a detector.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import get_args
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+
+from mi_route2.files import write_whole
+from mi_route2.plots import save_figure, style
+from mi_route2.probes.auroc import auroc
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing.directions import Directions, FeatureKind, HaarFitter, PersonaFitter, collect
+from mi_route2.routing.mask import pooled
+from studies.common.seeds import derive
+from studies.common.tables import markdown_table
+from studies.environments.protocol import Modes
+from studies.route2.probing import pieces, sample
+from studies.training.job import Job, build_pairs, finished_policy
+from studies.training.settings import Settings
+from studies.training.worlds import open_world
+
+DRAWS = 20
+KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)
+BETA = 0.5
+"""Weight of recall in F: a flag on an honest answer costs more than a hack that is missed."""
+
+
+@dataclass(frozen=True)
+class DetectionRow:
+    """AUROC and F0.5 of one direction's scores in one mode; ``None`` where all or no answers hack. Draw 0 is that of the pairs."""
+
+    kind: FeatureKind
+    draw: int
+    mode: str
+    answers: int
+    hacks: int
+    auroc: float | None
+    f_half: float | None
+
+
+@dataclass(frozen=True)
+class Known:
+    """Fitter that returns directions that were fitted before, for Haar draws in their spaces."""
+
+    directions: Directions
+    name: str = "known"
+    refreshes: bool = False
+
+    def fit(self, policy: Policy, step: int) -> Directions:
+        return self.directions
+
+
+def detect(job: Job, per_mode: int, draws: int = DRAWS, kinds: Sequence[FeatureKind] = KINDS) -> tuple[list[DetectionRow], Modes]:
+    """Return the rows of a finished job; ``ValueError`` if it is not finished."""
+    torch.set_num_threads(1)
+    rows: list[DetectionRow] = []
+    with open_world(job.settings, device=job.device) as (world, witness):
+        _, policy = finished_policy(job)
+        with policy.adapters.deployed():
+            sampled = sample(world, witness, policy, per_mode, job.seed)
+        pairs, hack, modes = build_pairs(job, world, "hack"), np.array(sampled.hack), np.array(sampled.modes)
+        for kind in kinds:
+            fitted = PersonaFitter("persona", kind, pairs).fit(policy, 0)
+            random = [HaarFitter(Known(fitted), derive(job.seed, "haar", i)).fit(policy, 0) for i in range(1, draws + 1)]
+            scores = score(policy, sampled.rollouts, kind, [fitted, *random], job.settings)
+            for draw, values in enumerate(scores.numpy()):
+                threshold = best_threshold(values[modes == world.modes.known[0]], hack[modes == world.modes.known[0]])
+                for mode in world.modes.loopholes:
+                    ours, labels = values[modes == mode], hack[modes == mode]
+                    f = None if threshold is None or not labels.any() else f_score(ours >= threshold, labels)
+                    rows.append(DetectionRow(kind, draw, mode, len(labels), int(labels.sum()), auroc(ours, labels), f))
+        return rows, world.modes
+
+
+def score(
+    policy: Policy, rollouts: Rollouts, kind: FeatureKind, directions: Sequence[Directions], settings: Settings
+) -> Float[Tensor, "d b"]:
+    """Return the pooled scores of rollouts against each direction, a micro-batch of the run at a time."""
+    basis = policy.adapters.coordinates() if kind == "act" else {}
+    parts = []
+    for rows in pieces(rollouts, settings):
+        features = collect(policy, rows.to(policy.device), kind, basis)
+        parts.append(torch.stack([pooled(features, each) for each in directions]).double().cpu())
+    return torch.cat(parts, dim=1)
+
+
+def f_score(flags: Bool[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], beta: float = BETA) -> float:
+    """Return ``(1 + beta^2) P R / (beta^2 P + R)`` of the flags (van Rijsbergen, Information Retrieval, 1979)."""
+    hits = int((flags & hack).sum())
+    return (1 + beta**2) * hits / (beta**2 * int(hack.sum()) + int(flags.sum())) if hits else 0.0
+
+
+def best_threshold(scores: Float[np.ndarray, " n"], hack: Bool[np.ndarray, " n"]) -> float | None:
+    """Return the score from which on flags have the greatest F0.5; ``None`` without a hack."""
+    if not hack.any():
+        return None
+    candidates = np.unique(scores)
+    return float(candidates[np.argmax([f_score(scores >= candidate, hack) for candidate in candidates])])
+
+
+def write_detection(jobs: Sequence[Job], names: Sequence[str], per_mode: int, out: Path, draws: int = DRAWS) -> list[Path]:
+    """Write ``detection.json``, ``.md`` and ``.png`` of finished jobs and return the paths."""
+    bar = tqdm(list(zip(names, jobs, strict=True)), desc="scoring", unit="run", leave=False, disable=None, delay=3)
+    found = [(name, *detect(job, per_mode, draws)) for name, job in bar]
+    modes = found[0][2]
+    document = [{"run": name, **asdict(row)} for name, rows, _ in found for row in rows]
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [
+        write_whole(out / "detection.json", (json.dumps(document, indent=1) + "\n").encode()),
+        write_whole(out / "detection.md", detection_table([(name, rows) for name, rows, _ in found]).encode()),
+    ]
+    with style():
+        paths.append(save_figure(detection_figure([(name, rows) for name, rows, _ in found], modes), out / "detection.png"))
+    return paths
+
+
+def detection_table(found: Sequence[tuple[str, list[DetectionRow]]]) -> str:
+    """Return a table: AUROC and F0.5 of the pairs' direction beside the mean and the largest of the random ones."""
+    body = []
+    for name, rows in found:
+        for row in (row for row in rows if row.draw == 0):
+            others = [o for o in rows if o.draw and (o.kind, o.mode) == (row.kind, row.mode)]
+            cells = [
+                cell for what in ("auroc", "f_half") for cell in _beside(getattr(row, what), [getattr(o, what) for o in others])
+            ]
+            body.append([name, row.kind, row.mode, f"{row.hacks}/{row.answers}", *cells])
+    header = ["run", "score", "mode", "hacks", "AUROC", "random: mean", "largest", "F0.5", "random: mean", "largest"]
+    return markdown_table(header, body)
+
+
+def _beside(value: float | None, random: Sequence[float | None]) -> list[str]:
+    numbers = [number for number in random if number is not None]
+    if value is None or not numbers:
+        return ["-"] * 3
+    return [f"{number:.2f}" for number in (value, float(np.mean(numbers)), max(numbers))]
+
+
+def detection_figure(found: Sequence[tuple[str, list[DetectionRow]]], modes: Modes) -> Figure:
+    """Draw AUROC by score and mode, one panel a run: the pairs' direction, and each random one in gray."""
+    figure, panels = plt.subplots(1, len(found), figsize=(4.2 * len(found), 3.2), sharey=True, squeeze=False)
+    names = modes.loopholes
+    for panel, (name, rows) in zip(panels[0], found, strict=True):
+        for i, kind in enumerate(dict.fromkeys(row.kind for row in rows)):
+            for j, mode in enumerate(names):
+                ours = [row for row in rows if (row.kind, row.mode) == (kind, mode) and row.auroc is not None]
+                x = i + 0.8 * (j - (len(names) - 1) / 2) / len(names)
+                panel.scatter([x] * sum(row.draw > 0 for row in ours), [row.auroc for row in ours if row.draw], s=8, color="0.75")
+                label = f"{mode}{' (known)' if mode in modes.known else ''}" if i == 0 else None
+                own = [row.auroc for row in ours if not row.draw]
+                panel.scatter([x] * len(own), own, color=f"C{j}", label=label)
+        panel.axhline(0.5, color="0.5", linewidth=0.8, linestyle=":")
+        panel.set(title=name, xticks=range(len(KINDS)), xticklabels=KINDS, ylim=(0, 1))
+    panels[0, 0].set_ylabel("AUROC of hacks")
+    panels[0, -1].legend(loc="lower right", fontsize="small")
+    return figure

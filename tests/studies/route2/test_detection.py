@@ -1,0 +1,71 @@
+"""Scores before training: F against scikit-learn, thresholds against all of them, scores against the route's own."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import fbeta_score
+from tiny_study import tiny_job
+
+from mi_route2.routing import MaskRoute, MaskSpec
+from mi_route2.routing.directions import FeatureKind, PersonaFitter
+from mi_route2.validation import write_json
+from studies.route2.cli import Detection
+from studies.route2.detection import KINDS, best_threshold, f_score, score
+from studies.route2.probing import sample
+from studies.training.job import Job, build_pairs, finished_policy
+from studies.training.run import run_job
+from studies.training.worlds import open_world
+
+pytestmark = pytest.mark.study
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Job:
+    job = tiny_job(tmp_path_factory.mktemp("detected"), "vanilla", cache=cache, steps=2)
+    run_job(job)
+    return job
+
+
+def test_f_half_is_scikit_learns_and_its_threshold_the_best_of_all() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        hack, scores = rng.random(40) < 0.3, rng.integers(0, 12, 40) / 11
+        flags = rng.random(40) < 0.5
+        assert f_score(flags, hack) == pytest.approx(fbeta_score(hack, flags, beta=0.5, zero_division=0))
+        threshold = best_threshold(scores, hack)
+        assert threshold is not None
+        best = max(fbeta_score(hack, scores >= each, beta=0.5, zero_division=0) for each in scores)
+        assert f_score(scores >= threshold, hack) == pytest.approx(best)
+    assert best_threshold(scores, np.zeros(40, bool)) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_score_is_that_of_a_route_with_this_direction(finished: Job, kind: FeatureKind) -> None:
+    with open_world(finished.settings) as (world, witness):
+        _, policy = finished_policy(finished)
+        sampled = sample(world, witness, policy, 4, 0)
+        fitter = PersonaFitter("persona", kind, build_pairs(finished, world, "hack"))
+    route = MaskRoute(MaskSpec(score=kind), fitter)
+    route.refresh(policy, step=0)
+    assert route.directions is not None
+    with policy.adapters.deployed():
+        found = score(policy, sampled.rollouts, kind, [route.directions, route.directions], finished.settings)
+    expected = route.score(policy, sampled.rollouts)
+    assert expected is not None
+    torch.testing.assert_close(found[0], expected.double().cpu(), rtol=0, atol=1e-6)
+    assert torch.equal(found[0], found[1])
+
+
+def test_the_command_writes_table_figure_and_every_draw(finished: Job, tmp_path: Path) -> None:
+    write_json(finished.root / "settings.json", finished.settings.as_dict())
+    Detection((finished.root,), per_mode=12, draws=2, out=tmp_path)()
+    rows = json.loads((tmp_path / "detection.json").read_text())
+    assert {(row["kind"], row["draw"]) for row in rows} == {(kind, draw) for kind in KINDS for draw in range(3)}
+    assert {row["answers"] for row in rows} == {12}
+    by_place = {(row["mode"], row["hacks"]) for row in rows}
+    assert len(by_place) == len({mode for mode, _ in by_place})  # the same answers under every direction
+    assert {path.name for path in tmp_path.iterdir()} == {"detection.json", "detection.md", "detection.png"}
+    assert "act" in (tmp_path / "detection.md").read_text()
