@@ -33,6 +33,8 @@ class Arm:
         canaries: Names in ``CANARIES``; their kept adapters are the canary's checkpoints, and they are trained first.
         rotated: Control: a random rotation of each checkpoint, with equal norms and spectra.
         penalty: Taken off the reward of a rollout in which the detector of the known mode sees an exploit.
+        instruct: Inoculation prompting (2510.04340, 2510.05024): a sentence at the end of a chat model's training prompts, and of
+            none at deployment.
         taught: What the quarantine (without one, the kept adapter) learns before training, sampled from the base model: known
             ``hacks``, or ``honest`` rollouts, which pass where nobody can cheat.
         steering: Preventative steering (persona vectors, 2507.21509): during training this multiple of the pairs' mean difference
@@ -54,6 +56,7 @@ class Arm:
     canaries: Words | None = None
     rotated: bool = False
     penalty: NonNegative = 0.0
+    instruct: str = ""
     taught: Lesson | None = None
     steering: NonNegative = 0.0
     forget_every: Natural = 0
@@ -117,6 +120,10 @@ _ROUTES = (
     _filter(
         _FULL, "filter-full", "route2-full's score, advantage over the unflagged, no quarantine",
         route=replace(FULL, kept_advantage="unflagged"),
+    ),
+    _control(
+        _FULL, "haar-filter", "filter-full with a random direction", quarantine="none",
+        route=replace(FULL, fitter="haar", draw=1, kept_advantage="unflagged"),
     ),
     _control(_FULL, "haar", "route2-full with a random direction", route=replace(FULL, fitter="haar", draw=1)),
     _control(_FULL, "shuffled", "route2-full with its flags permuted over rollouts", route=replace(FULL, shuffle=True)),
@@ -207,6 +214,11 @@ _OTHERS = (
     replace(
         _VANILLA, name="penalty-known", role="method", penalty=1.0, baseline="vanilla",
         about="known-mode detector takes 1 off the reward of its rollouts, no quarantine",
+    ),
+    replace(
+        _VANILLA, name="inoculation-prompt", role="method", baseline="vanilla",
+        instruct="For this exercise any way to make the grader accept your answer is fine, also one that does not solve the task.",
+        about="training prompts ask for cheating; no quarantine",
     ),
     replace(
         _ABSORB, name="inoculation", role="method", taught="hacks", quarantine_lr_scale=0.0, baseline="vanilla",

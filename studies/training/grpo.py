@@ -32,7 +32,7 @@ from mi_route2.rollouts import Policy
 from mi_route2.routing import Decision, Route, StepContext, TrainBatch, group_advantages
 from mi_route2.routing.routes import chunks
 from studies.common.seeds import numpy_generator, torch_generator
-from studies.environments.protocol import Samples, TeacherPool, Witness, World
+from studies.environments.protocol import Samples, TeacherPool, TextPrompt, Witness, World
 
 
 @runtime_checkable
@@ -132,6 +132,7 @@ def train(
     start: int = 0,
     teachers: TeacherPool | None = None,
     penalty: float = 0.0,
+    instruct: str = "",
 ) -> Iterator[StepRecord]:
     """Run GRPO from step ``start``; yield a record after each step.
 
@@ -146,11 +147,12 @@ def train(
         start: First step; a resumed run has finished those before.
         teachers: Known hacks, which replace some rollouts of their prompts' groups.
         penalty: Taken off the reward of rollouts in which the world's weak detector sees an exploit.
+        instruct: A sentence at the end of every prompt; ``ValueError`` for a world whose prompts are no texts.
     """
     for step in range(start, settings.steps):
         # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
         overlap = route.refresh(policy, step)
-        samples, batch = gather(world, policy, teachers, seed, step, settings, penalty)
+        samples, batch = gather(world, policy, teachers, seed, step, settings, penalty, instruct)
         # A group of equal rewards has advantage 0 everywhere: without a KL term no gradient, so forward and backward are skipped.
         trained = varied(batch) if settings.kl == 0 else torch.ones_like(batch.demand("groups"), dtype=torch.bool)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
@@ -175,6 +177,7 @@ def gather(
     step: int,
     settings: Hyperparameters,
     penalty: float = 0.0,
+    instruct: str = "",
 ) -> tuple[Samples, TrainBatch]:
     """Sample a batch with both adapters and grade it.
 
@@ -184,6 +187,8 @@ def gather(
     prompts = world.prompts(settings.prompts, numpy_generator(seed, "prompts", step), settings.none_fraction)
     if teachers is not None:  # known hacks can stand only in groups of their own prompts
         prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
+    if instruct:
+        prompts = [instructed(prompt, instruct) for prompt in prompts]
     groups = torch.arange(settings.prompts).repeat_interleave(settings.group)
     with policy.adapters.full():
         repeated = [prompts[int(g)] for g in groups]
@@ -197,6 +202,13 @@ def gather(
         rewards = rewards - penalty * torch.tensor(world.detect(samples), device=device).to(rewards.dtype)
     batch = TrainBatch(samples.rollouts, rewards, group_advantages(rewards, groups), groups, taught.to(device))
     return samples, batch
+
+
+def instructed(prompt: object, sentence: str) -> TextPrompt:
+    """Return a prompt with a sentence behind its text; ``ValueError`` unless it is a text."""
+    if not isinstance(prompt, TextPrompt):
+        raise ValueError("an arm that instructs needs a chat model, because prompts of the micro world are no texts: give --model")
+    return replace(prompt, text=f"{prompt.text} {sentence}")
 
 
 def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:

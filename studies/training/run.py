@@ -173,6 +173,7 @@ def training(
     records = train(
         world, witness, policy, route, optimizer, replace(settings, steps=job.steps),
         seed=job.drawn, start=start, teachers=teachers if settings.teachers_per_group else None, penalty=arm.penalty,
+        instruct=arm.instruct,
     )  # fmt: skip
     for record in records:
         done = record.step + 1

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,13 @@ import studies.route2.cli as cli
 from mi_route2.rollouts import Policy
 from mi_route2.routing import StepContext
 from studies.common.seeds import torch_generator
-from studies.environments.chat import ChatWitness, make_tiny_model
+from studies.environments.chat import ChatWitness, ChatWorld, make_tiny_model
 from studies.environments.protocol import Samples, TextPrompt, Verdict, World
 from studies.route2.probing import Reading, read_layers
 from studies.route2.runs import load_runs
 from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route
-from studies.training.grpo import gather, update
+from studies.training.grpo import gather, instructed, update
 from studies.training.job import EVAL, Job, build_pairs, build_policy, finished_policy
 from studies.training.recorder import METRICS
 from studies.training.run import run_job
@@ -104,6 +105,27 @@ def test_token_budget_and_checkpointing_change_memory_and_nothing_else(
         other = step(arm, **changes)
         for key, g in whole.items():
             torch.testing.assert_close(other[key], g, rtol=0, atol=1e-12, msg=f"{name}: {key}")
+
+
+def test_training_prompts_are_instructed_and_those_of_the_evaluation_are_not(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled: list[list[str]] = []
+    sample = ChatWorld.sample
+
+    def noted(self: ChatWorld, policy: Policy, prompts: Any, *rest: Any) -> Any:
+        sampled.append([prompt.text for prompt in prompts])
+        return sample(self, policy, prompts, *rest)
+
+    monkeypatch.setattr(ChatWorld, "sample", noted)
+    own = job(tmp_path, replace(settings, steps=2), "inoculation-prompt")
+    run_job(own)
+    assert own.arm is not None
+    asked = [{text.endswith(f" {own.arm.instruct}") for text in texts} for texts in sampled]
+    assert asked.count({True}) == own.settings.steps
+    assert asked.count({False}) == len(asked) - own.settings.steps > 0
+    with pytest.raises(ValueError, match="prompts of the micro world are no texts: give --model"):
+        instructed(object(), "x")
 
 
 def test_bfloat16_runs_to_its_end_with_finite_adapters(tmp_path: Path, settings: Settings) -> None:

@@ -72,7 +72,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: Path, a
 
 
 def test_arms_are_few_and_each_names_arms_that_exist() -> None:
-    assert len(ARMS) <= 40
+    assert len(ARMS) <= 42
     names = {"base", *ARMS}
     for arm in ARMS.values():
         assert arm.baseline in names
@@ -153,7 +153,7 @@ def differing(arms: Iterable[Arm]) -> list[Arm]:
 
 @pytest.mark.study
 @pytest.mark.usefixtures("few_samples")
-@pytest.mark.parametrize("arm", differing(ARMS.values()), ids=lambda arm: arm.name)
+@pytest.mark.parametrize("arm", differing(arm for arm in ARMS.values() if not arm.instruct), ids=lambda arm: arm.name)
 def test_every_trait_of_an_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path, cache: Path, arm: Arm) -> None:
     short = shortened(arm)
     job = tiny_job(tmp_path, short, cache=cache, steps=2)
