@@ -16,7 +16,7 @@ from studies.common.command_line import Seeds, read_seeds, run_command, show_pat
 from studies.common.workers import Executor, exclusive
 from studies.training.arms import ARMS, MAIN, get_arms
 from studies.training.settings import (
-    CHAT,
+    CHAT_PRESETS,
     PRECISION_NAMES,
     PRESETS,
     TRACKER_NAMES,
@@ -36,7 +36,10 @@ Device = Annotated[Literal["cpu", "cuda"], tyro.conf.arg(help="of a micro model;
 class RunArms:
     """Train arms at several seeds, evaluate each on tasks never seen, and write the report. Safe to interrupt and start again."""
 
-    preset: Annotated[str, tyro.conf.arg(help=f"one of {', '.join(PRESETS)}")] = "strong"
+    preset: Annotated[
+        str | None,
+        tyro.conf.arg(help=f"strong if not given: one of {', '.join(PRESETS)}; with --model {' or '.join(CHAT_PRESETS)}"),
+    ] = None
     seeds: Seeds = "3"
     arms: Annotated[tuple[str, ...], tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all'")] = MAIN
     workers: Annotated[int, tyro.conf.arg(help="processes of this machine, one thread each")] = 2
@@ -120,11 +123,18 @@ class RunArms:
         if self.model is None:
             if self.world is not None or self.data is not None:
                 raise ValueError("--world and --data need --model, a chat model's folder (make a tiny one with tiny-model)")
-            return get_settings(self.preset)
-        chat = ChatModel(str(self.model.absolute()), weights_hash(self.model))  # absolute, as probes and show may start elsewhere
+            if self.preset in CHAT_PRESETS:
+                raise ValueError(f"--preset {self.preset} needs --model, a chat model's folder (make a tiny one with tiny-model)")
+            return get_settings(self.preset or "strong")
+        preset = self.preset or "chat"
+        if preset not in CHAT_PRESETS:
+            raise ValueError(f"--preset {preset} is of the micro model: with --model give {' or '.join(CHAT_PRESETS)}, or none")
+        settings, how = CHAT_PRESETS[preset]
+        # absolute, as probes and show may start elsewhere
+        chat = replace(ChatModel(str(self.model.absolute()), weights_hash(self.model)), **how)
         if self.data is not None:
             chat = replace(chat, data=str(self.data.absolute()), data_hash=data_hash(self.data))
-        return replace(CHAT, world=self.world or "leetcode", chat=chat)
+        return replace(settings, world=self.world or "leetcode", chat=chat)
 
 
 def _keep_modes(root: Path, settings: Settings) -> None:

@@ -194,6 +194,18 @@ CHAT = replace(
 )  # fmt: skip
 
 
+# Qwen3-4B on LeetCode with a grader that can be overwritten, as in "Steering RL Training: Benchmarking Interventions Against Reward
+# Hacking" (Wong, Engels, Nanda, 2025): 16 prompts of 16 completions, LoRA of rank 32, 200 steps. Never run here at this size.
+_QWEN = replace(
+    CHAT, preset="qwen3-4b", kept_lr=7e-5, quarantine_lr=3.5e-5, prompts=16, group=16, none_fraction=0.0, temperature=0.7,
+    evaluation_prompts=64, evaluation_temperature=0.7,
+)  # fmt: skip
+CHAT_PRESETS: Mapping[str, tuple[Settings, Mapping[str, int]]] = MappingProxyType(
+    {"chat": (CHAT, {}), "qwen3-4b": (_QWEN, MappingProxyType({"max_new": 1536, "token_budget": 8192, "at_once": 64}))}
+)
+"""Presets for a chat model, each with fields of its ``ChatModel``."""
+
+
 def get_settings(preset: str) -> Settings:
     """Return the preset's settings.
 

@@ -14,9 +14,11 @@ from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.settings import get_world
 from studies.environments.protocol import write_pairs
 from studies.training.arms import ARMS
+from studies.training.cost import Card, cost_table, hours
 from studies.training.job import Job
 from studies.training.manifest import MANIFEST
-from studies.training.settings import PRESETS, Settings, override, read_config
+from studies.training.settings import CHAT_PRESETS, PRESETS, ChatModel, Settings, override, read_config
+from studies.training.worlds import MemoryPlan
 
 ROOT = Path(__file__).parents[3]
 Main = Callable[..., tuple[int, str, str]]
@@ -74,6 +76,31 @@ def test_a_bad_argument_is_one_sentence(tmp_path: Path, main: Main, what: str) -
     arguments, part = BAD[what]
     one_sentence(main("run", "--out", tmp_path / "runs", *arguments), part)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_preset_of_chat_models_brings_its_sizes_and_one_of_the_micro_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    settings = cli.RunArms(model=tmp_path, preset="qwen3-4b").settings()
+    assert settings.chat is not None
+    assert (settings.preset, settings.world) == ("qwen3-4b", "leetcode")
+    assert (settings.prompts * settings.group, settings.chat.max_new) == (256, 1536)
+    assert cli.RunArms(model=tmp_path).settings().preset == "chat"
+    assert cli.RunArms().settings() == PRESETS["strong"]
+    with pytest.raises(ValueError, match="--preset weak is of the micro model: with --model give chat or qwen3-4b"):
+        cli.RunArms(model=tmp_path, preset="weak").settings()
+    with pytest.raises(ValueError, match="--preset qwen3-4b needs --model"):
+        cli.RunArms(preset="qwen3-4b").settings()
+
+
+def test_the_page_has_the_predicted_costs() -> None:
+    """Operations by hand for one cell: a step of 256 rollouts of 1300 tokens at 6 P each, their prompts at 2 P, and 4 decodings."""
+    assert cost_table() in Path("docs/scale.md").read_text()
+    settings, how = CHAT_PRESETS["qwen3-4b"]
+    memory = MemoryPlan({"weights": 8_000_000_000, "vLLM": 8_000_000_000 + 3584 * 1000}, None)
+    operations = 256 * 4e9 * (1300 * 6 + 600 * 2) / (0.4 * 990e12)
+    decoding = 4 * 1536 * (8e9 + 950 * 1000) / 3.35e12
+    found = hours(settings, ChatModel("", "", **how), memory, 0, Card())
+    assert found == pytest.approx(200 * (operations + decoding) / 3600)
 
 
 def test_a_config_file_says_what_overrides_say(tmp_path: Path) -> None:
