@@ -290,12 +290,28 @@ class Detection:
         show_paths(write_detection(jobs, names, self.per_mode, self.out or self.roots[0], self.draws))
 
 
+@dataclass(frozen=True)
+class Share:
+    """Write the labelled rollouts of finished runs as a folder that Hugging Face's datasets read, with a card."""
+
+    roots: tyro.conf.Positional[tuple[Path, ...]]
+    out: Annotated[Path, tyro.conf.arg(help="the folder to write; it must not exist")]
+
+    def __call__(self) -> None:
+        from studies.route2.sharing import write_dataset
+
+        if not self.roots:
+            raise ValueError("give the folder of at least one run")
+        print(f"wrote {write_dataset(self.roots, self.out)}")
+
+
 COMMANDS = {
     "run": RunArms,
     "report": ReportAgain,
     "contrasts": CompareArms,
     "probes": Probes,
     "detection": Detection,
+    "share": Share,
     "tiny-model": TinyModel,
 }
 
