@@ -108,8 +108,8 @@ class Decoder:
 
     @property
     def compared(self) -> bool:
-        """True if the architecture is one whose decoder tests compare with whole forwards."""
-        return self.host.architecture.name in COMPARED
+        """True if the architecture is one whose decoder tests compare with whole forwards, and all of its layers attend to all."""
+        return self.host.architecture.name in COMPARED and set(self._kinds) == {FULL}
 
     def begin(self) -> Any:
         """Return an empty cache of transformers for one sequence of a ``private`` decoder."""
@@ -293,7 +293,7 @@ class Decoder:
     @property
     def unmasked(self) -> bool:
         """True if ``allowed`` may be ``None``."""
-        plain = self.compared and set(self._kinds) == {FULL} and not self._native
+        plain = self.compared and not self._native
         return self.private or (plain and self.host.name == "torch" and getattr(self._config, "_attn_implementation", "") == "sdpa")
 
     @property

@@ -72,6 +72,15 @@ def test_a_mix_of_requests_is_each_alone(name: str) -> None:
     assert engine.decoder.private == (name in PRIVATE)
 
 
+def test_windows_of_a_class_in_the_table_are_kept() -> None:
+    """Full attention and a window of eight in one model: a mask for each."""
+    windows = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
+    host = open_host("torch", make_decoder("Qwen3", **windows))
+    engine = check(host, 1e-13)
+    assert not engine.decoder.private
+    assert not engine.decoder.compared
+
+
 @pytest.mark.parametrize("name", ["Qwen2", "GptOss", "DeepseekV3", "Qwen3Next"])
 def test_so_it_is_on_transformer_lens(name: str) -> None:
     check(opened(name, "transformer_lens"), 1e-6)
