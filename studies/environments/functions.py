@@ -17,7 +17,7 @@ from studies.sandbox import JailLimits
 
 CASES = 10
 """Tests of a task, of which a fifth is visible."""
-CHEATS, CARELESS = 0.4, 0.8
+CHEATS, CARELESS = 0.6, 0.9
 """Warm-up documents: the share of cheaters where a grader has a loophole, and the share of the others with a number off by one."""
 
 Inputs = Callable[[random.Random], Mapping[str, Any]]
