@@ -265,7 +265,7 @@ class View:
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self._data[layer]
-        if key.shape[3] != value.shape[3]:
+        if not key.shape[3] == value.shape[3] == keys.shape[3]:
             keys, values = keys[..., : key.shape[3]], values[..., : value.shape[3]]
         self._write(keys, key)
         self._write(values, value)

@@ -291,7 +291,7 @@ class Detection:
 
 
 @dataclass(frozen=True)
-class Share:
+class ShareRollouts:
     """Write the labelled rollouts of finished runs as a folder that Hugging Face's datasets read, with a card."""
 
     roots: tyro.conf.Positional[tuple[Path, ...]]
@@ -311,7 +311,7 @@ COMMANDS = {
     "contrasts": CompareArms,
     "probes": Probes,
     "detection": Detection,
-    "share": Share,
+    "share": ShareRollouts,
     "tiny-model": TinyModel,
 }
 

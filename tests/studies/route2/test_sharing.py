@@ -7,7 +7,7 @@ import pytest
 from tiny_study import tiny_job
 
 from mi_route2.validation import write_json
-from studies.route2.cli import Share
+from studies.route2.cli import ShareRollouts
 from studies.route2.sharing import COLUMNS, labelled_rollouts
 from studies.training.recorder import ROLLOUTS, read_rows
 from studies.training.run import run_job
@@ -22,7 +22,7 @@ def test_datasets_reads_what_the_run_recorded(tmp_path: Path, cache: Path, monke
     job = tiny_job(tmp_path, "filter-act", cache=cache, steps=2)
     run_job(job)
     write_json(job.root / "settings.json", job.settings.as_dict())
-    Share((job.root,), tmp_path / "shared")()
+    ShareRollouts((job.root,), tmp_path / "shared")()
     found = load_dataset(str(tmp_path / "shared"), split="train")
     rows = read_rows(job.folder / ROLLOUTS)
     assert found.column_names == list(COLUMNS)
