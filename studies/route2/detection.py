@@ -34,7 +34,6 @@ from studies.training.job import Job, build_pairs, finished_policy
 from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
-DRAWS = 20
 KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)
 BETA = 0.5
 """Weight of recall in F: a flag on an honest answer costs more than a hack that is missed."""
@@ -65,7 +64,7 @@ class Known:
         return self.directions
 
 
-def detect(job: Job, per_mode: int, draws: int = DRAWS, kinds: Sequence[FeatureKind] = KINDS) -> tuple[list[DetectionRow], Modes]:
+def detect(job: Job, per_mode: int, draws: int) -> tuple[list[DetectionRow], Modes]:
     """Return the rows of a finished job; ``ValueError`` if it is not finished."""
     torch.set_num_threads(1)
     rows: list[DetectionRow] = []
@@ -74,7 +73,7 @@ def detect(job: Job, per_mode: int, draws: int = DRAWS, kinds: Sequence[FeatureK
         with policy.adapters.deployed():
             sampled = sample(world, witness, policy, per_mode, job.seed)
         pairs, hack, modes = build_pairs(job, world, "hack"), np.array(sampled.hack), np.array(sampled.modes)
-        for kind in kinds:
+        for kind in KINDS:
             fitted = PersonaFitter("persona", kind, pairs).fit(policy, 0)
             random = [HaarFitter(Known(fitted), derive(job.seed, "haar", i)).fit(policy, 0) for i in range(1, draws + 1)]
             scores = score(policy, sampled.rollouts, kind, [fitted, *random], job.settings)
@@ -99,10 +98,10 @@ def score(
     return torch.cat(parts, dim=1)
 
 
-def f_score(flags: Bool[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], beta: float = BETA) -> float:
+def f_score(flags: Bool[np.ndarray, " n"], hack: Bool[np.ndarray, " n"]) -> float:
     """Return ``(1 + beta^2) P R / (beta^2 P + R)`` of the flags (van Rijsbergen, Information Retrieval, 1979)."""
     hits = int((flags & hack).sum())
-    return (1 + beta**2) * hits / (beta**2 * int(hack.sum()) + int(flags.sum())) if hits else 0.0
+    return (1 + BETA**2) * hits / (BETA**2 * int(hack.sum()) + int(flags.sum())) if hits else 0.0
 
 
 def best_threshold(scores: Float[np.ndarray, " n"], hack: Bool[np.ndarray, " n"]) -> float | None:
@@ -113,7 +112,7 @@ def best_threshold(scores: Float[np.ndarray, " n"], hack: Bool[np.ndarray, " n"]
     return float(candidates[np.argmax([f_score(scores >= candidate, hack) for candidate in candidates])])
 
 
-def write_detection(jobs: Sequence[Job], names: Sequence[str], per_mode: int, out: Path, draws: int = DRAWS) -> list[Path]:
+def write_detection(jobs: Sequence[Job], names: Sequence[str], per_mode: int, out: Path, draws: int) -> list[Path]:
     """Write ``detection.json``, ``.md`` and ``.png`` of finished jobs and return the paths."""
     bar = tqdm(list(zip(names, jobs, strict=True)), desc="scoring", unit="run", leave=False, disable=None, delay=3)
     found = [(name, *detect(job, per_mode, draws)) for name, job in bar]

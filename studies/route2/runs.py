@@ -77,9 +77,7 @@ def load_runs(root: Path) -> pd.DataFrame:
 
 def _row(folder: Path, manifest: Manifest, modes: Modes, preset: str) -> dict[str, Any]:
     verify(folder, {name: digest for name, digest in manifest.checksums.items() if name in (EVAL, METRICS)})
-    # runs of earlier versions counted neither
-    modes_read = read_object(folder / EVAL, REMEDY)["modes"]
-    rates = {name: {"memorized": 0.0, "unjudged": 0.0, **states["deploy"]} for name, states in modes_read.items()}
+    rates = {name: states["deploy"] for name, states in read_object(folder / EVAL, REMEDY)["modes"].items()}
 
     def mean(names: tuple[str, ...], quantity: str) -> float | None:
         values = [rates[name][quantity] for name in names]
