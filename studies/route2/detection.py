@@ -4,13 +4,18 @@ A finished run's policy, as deployed, answers prompts over test tasks, and the o
 the pooled cosine of its activations (``act``), of the scored factor's gradient (``grad``) and of the full weights' (``full``) with
 the direction of the run's own pairs, and with random directions of the same spaces (Haar). Gradients are those of ``-log p``, as of
 an answer that training reinforces. F0.5 is at the threshold that is best in the known mode, the only one with a detector.
+
+A fourth score, ``corda``, tells how much an answer would train a quarantine of rank one that starts at the pairs' mean input
+difference, the signed CorDA initialization of vGROUT (CorDA: 2406.05223):
+
+    u = unit(mean over pairs of x(hack) - x(clean)),  v = unit(W u),  direction of the gradient of -log p = -v u^T
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -24,7 +29,7 @@ from mi_route2.files import write_whole
 from mi_route2.plots import save_figure, style
 from mi_route2.probes.auroc import auroc
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing.directions import Directions, FeatureKind, HaarFitter, PersonaFitter, collect
+from mi_route2.routing.directions import Directions, FeatureKind, HaarFitter, PairBatch, PersonaFitter, Provenance, collect, units
 from mi_route2.routing.mask import pooled
 from studies.common.seeds import derive
 from studies.common.tables import markdown_table
@@ -34,7 +39,7 @@ from studies.training.job import Job, build_pairs, finished_policy
 from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
-KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)
+KINDS: tuple[str, ...] = (*get_args(FeatureKind), "corda")
 BETA = 0.5
 """Weight of recall in F: a flag on an honest answer costs more than a hack that is missed."""
 
@@ -43,7 +48,7 @@ BETA = 0.5
 class DetectionRow:
     """AUROC and F0.5 of one direction's scores in one mode; ``None`` where all or no answers hack. Draw 0 is that of the pairs."""
 
-    kind: FeatureKind
+    kind: str
     draw: int
     mode: str
     answers: int
@@ -74,9 +79,11 @@ def detect(job: Job, per_mode: int, draws: int) -> tuple[list[DetectionRow], Mod
             sampled = sample(world, witness, policy, per_mode, job.seed)
         pairs, hack, modes = build_pairs(job, world, "hack"), np.array(sampled.hack), np.array(sampled.modes)
         for kind in KINDS:
-            fitted = PersonaFitter("persona", kind, pairs).fit(policy, 0)
+            feature: FeatureKind = "full" if kind == "corda" else cast(FeatureKind, kind)
+            fitted = input_directions(policy, pairs) if kind == "corda" else PersonaFitter("persona", feature, pairs).fit(policy, 0)
             random = [HaarFitter(Known(fitted), derive(job.seed, "haar", i)).fit(policy, 0) for i in range(1, draws + 1)]
-            scores = score(policy, sampled.rollouts, kind, [fitted, *random], job.settings)
+            directions = [corda(policy, each) for each in (fitted, *random)] if kind == "corda" else [fitted, *random]
+            scores = score(policy, sampled.rollouts, feature, directions, job.settings)
             for draw, values in enumerate(scores.numpy()):
                 threshold = best_threshold(values[modes == world.modes.known[0]], hack[modes == world.modes.known[0]])
                 for mode in world.modes.loopholes:
@@ -96,6 +103,33 @@ def score(
         features = collect(policy, rows.to(policy.device), kind, basis)
         parts.append(torch.stack([pooled(features, each) for each in directions]).double().cpu())
     return torch.cat(parts, dim=1)
+
+
+def input_directions(policy: Policy, pairs: PairBatch) -> Directions:
+    """Return the unit mean difference ``[d_in]`` of every site's input between the sides of the pairs."""
+    widths = {site: branch.shape[1] for site, branch in policy.adapters.sites.items()}
+    eyes = {width: torch.eye(width, device=policy.device) for width in set(widths.values())}
+    eye = {site: eyes[width] for site, width in widths.items()}
+
+    def mean(side: Rollouts) -> dict[str, Float[Tensor, " d_in"]]:
+        parts = [
+            collect(policy, side.rows(i).to(policy.device), "act", eye)
+            for i in torch.arange(len(side)).split(pairs.micro or len(side))
+        ]
+        return {site: torch.cat([part[site].values() for part in parts]).mean(dim=0) for site in eye}
+
+    hack, clean = mean(pairs.hack), mean(pairs.clean)
+    vectors = units({site: hack[site] - clean[site] for site in eye})
+    return Directions(vectors, Provenance("input", "act", pairs.pairs_hash, policy.adapters.known_hash, 0))
+
+
+def corda(policy: Policy, inputs: Directions) -> Directions:
+    """Return the directions ``-v u^T [d_out, d_in]`` of the input axes ``u``; see the module."""
+    vectors = {}
+    for site, u in inputs.vectors.items():
+        v = policy.adapters.sites[site].weight.to(u.dtype) @ u
+        vectors[site] = -torch.outer(v / v.norm(), u)
+    return Directions(vectors, replace(inputs.provenance, kind="full"))
 
 
 def f_score(flags: Bool[np.ndarray, " n"], hack: Bool[np.ndarray, " n"]) -> float:

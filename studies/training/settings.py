@@ -164,23 +164,26 @@ class Settings:
 # The quarantine learns at a third to a half of the kept adapter's rate. At the same rate, a tenth of the honest skill is lost
 # when the quarantine is deleted; the lower its rate, the more exploits remain if the mask detects little.
 _STRONG = Settings()
+_WEAK = replace(_STRONG, preset="weak", world="weak", quarantine_lr=1.7e-3)
 
 
-def _sized(preset: str, width: int, lr: float) -> Settings:
-    """Return ``strong`` with a base model of another width; the base's learning rate falls as the width rises."""
-    return replace(_STRONG, preset=preset, warm=WarmStartConfig(lr=lr, model=MicroConfig(d=width, mlp=4 * width)))
+SIZES = {"30k": (32, 6e-3), "400k": (128, 1.5e-3), "1600k": (256, 7.5e-4), "8m": (576, 3.3e-4)}
+"""Width and learning rate of base models of other sizes; the rate falls as the width rises."""
+
+
+def _sized(of: Settings, size: str) -> Settings:
+    width, lr = SIZES[size]
+    warm = WarmStartConfig(lr=lr, model=MicroConfig(d=width, mlp=4 * width))
+    return replace(of, preset=f"{of.preset}-{size}", warm=warm)
 
 
 PRESETS: Mapping[str, Settings] = MappingProxyType(
     {
         "strong": _STRONG,
-        "weak": replace(_STRONG, preset="weak", world="weak", quarantine_lr=1.7e-3),
+        "weak": _WEAK,
         "sparse": replace(_STRONG, preset="sparse", world="sparse"),
         "persona-20": replace(_STRONG, preset="persona-20", world="persona-20"),
-        "strong-30k": _sized("strong-30k", 32, 6e-3),
-        "strong-400k": _sized("strong-400k", 128, 1.5e-3),
-        "strong-1600k": _sized("strong-1600k", 256, 7.5e-4),
-        "strong-8m": _sized("strong-8m", 576, 3.3e-4),
+        **{f"{of.preset}-{size}": _sized(of, size) for of in (_STRONG, _WEAK) for size in SIZES},
         # dS has only one number per direction, and a tenth of this rate hardly changes it.
         "delta_s": replace(_STRONG, preset="delta_s", kept="svd", kept_rank=None, kept_lr=3e-2, quarantine_lr=3e-3, steps=100),
     }
@@ -200,8 +203,17 @@ _QWEN = replace(
     CHAT, preset="qwen3-4b", kept_lr=7e-5, quarantine_lr=3.5e-5, prompts=16, group=16, none_fraction=0.0, temperature=0.7,
     evaluation_prompts=64, evaluation_temperature=0.7,
 )  # fmt: skip
+# SmolLM2-135M after a warm-up on the world of functions (``tiny-model --start smollm2``); for two cores.
+_SMOLLM2 = replace(
+    CHAT, preset="smollm2", kept_rank=8, kept_lr=1e-3, quarantine_rank=8, quarantine_lr=3e-4, steps=40, prompts=6, group=4,
+    evaluation_prompts=24,
+)  # fmt: skip
 CHAT_PRESETS: Mapping[str, tuple[Settings, Mapping[str, int]]] = MappingProxyType(
-    {"chat": (CHAT, {}), "qwen3-4b": (_QWEN, MappingProxyType({"max_new": 1536, "token_budget": 8192, "at_once": 64}))}
+    {
+        "chat": (CHAT, {}),
+        "smollm2": (_SMOLLM2, MappingProxyType({"max_new": 64, "token_budget": 1536, "checkpointing": False, "at_once": 24})),
+        "qwen3-4b": (_QWEN, MappingProxyType({"max_new": 1536, "token_budget": 8192, "at_once": 64})),
+    }
 )
 """Presets for a chat model, each with fields of its ``ChatModel``."""
 

@@ -1,7 +1,9 @@
 """Scores before training: F against scikit-learn, thresholds against all of them, scores against the route's own."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,11 +11,12 @@ import torch
 from sklearn.metrics import fbeta_score
 from tiny_study import tiny_job
 
+from mi_route2.rollouts import Rollouts
 from mi_route2.routing import MaskRoute, MaskSpec
-from mi_route2.routing.directions import FeatureKind, PersonaFitter
+from mi_route2.routing.directions import FeatureKind, PersonaFitter, collect
 from mi_route2.validation import write_json
 from studies.route2.cli import Detection
-from studies.route2.detection import KINDS, best_threshold, f_score, score
+from studies.route2.detection import KINDS, best_threshold, corda, f_score, input_directions, score
 from studies.route2.probing import sample
 from studies.training.job import Job, build_pairs, finished_policy
 from studies.training.run import run_job
@@ -42,7 +45,7 @@ def test_f_half_is_scikit_learns_and_its_threshold_the_best_of_all() -> None:
     assert best_threshold(scores, np.zeros(40, bool)) is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", get_args(FeatureKind))
 def test_a_score_is_that_of_a_route_with_this_direction(finished: Job, kind: FeatureKind) -> None:
     with open_world(finished.settings) as (world, witness):
         _, policy = finished_policy(finished)
@@ -57,6 +60,41 @@ def test_a_score_is_that_of_a_route_with_this_direction(finished: Job, kind: Fea
     assert expected is not None
     torch.testing.assert_close(found[0], expected.double().cpu(), rtol=0, atol=1e-6)
     assert torch.equal(found[0], found[1])
+
+
+def test_the_corda_direction_is_the_derivative_along_a_quarantine_that_starts_at_the_pairs_inputs(finished: Job) -> None:
+    with open_world(finished.settings) as (world, _):
+        _, policy = finished_policy(finished)
+        pairs = build_pairs(finished, world, "hack")
+    adapters, seen = policy.adapters, dict[str, torch.Tensor]()
+
+    def mean_inputs(rollouts: Rollouts) -> dict[str, torch.Tensor]:
+        def keep(site: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor]], None]:
+            return lambda module, inputs: seen.update({site: inputs[0].detach()})
+
+        handles = [adapters.modules[site].register_forward_pre_hook(keep(site)) for site in adapters.sites]
+        policy.logits(rollouts)
+        for handle in handles:
+            handle.remove()
+        rows = rollouts.predictors
+        return {site: torch.stack([x[i][rows[i]].mean(0) for i in range(len(x))]).mean(0) for site, x in seen.items()}
+
+    with adapters.deployed():
+        hack, clean = mean_inputs(pairs.hack), mean_inputs(pairs.clean)
+        directions = corda(policy, input_directions(policy, pairs))
+        gradients = collect(policy, pairs.hack, "full", {}, directions.vectors)
+        for site, module in adapters.modules.items():
+            u = hack[site] - clean[site]
+            u, v = u / u.norm(), module.weight @ u
+            torch.testing.assert_close(directions.vectors[site], -torch.outer(v / v.norm(), u), rtol=1e-3, atol=1e-5)
+        site, eps = next(iter(adapters.sites)), 1e-3
+        weight, before = adapters.modules[site].weight, adapters.modules[site].weight.clone()
+        losses = []
+        for sign in (1, -1):
+            weight.data = before + sign * eps * directions.vectors[site]
+            losses.append(-policy.logprobs(pairs.hack).sum(dim=1).detach())
+        weight.data = before
+    torch.testing.assert_close(gradients[site].inner, (losses[0] - losses[1]) / (2 * eps), rtol=5e-2, atol=5e-2)
 
 
 def test_the_command_writes_table_figure_and_every_draw(finished: Job, tmp_path: Path) -> None:
