@@ -29,7 +29,17 @@ from mi_route2.files import write_whole
 from mi_route2.plots import save_figure, style
 from mi_route2.probes.auroc import auroc
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing.directions import Directions, FeatureKind, HaarFitter, PairBatch, PersonaFitter, Provenance, collect, units
+from mi_route2.routing.directions import (
+    Comparison,
+    Directions,
+    FeatureKind,
+    HaarFitter,
+    PairBatch,
+    PersonaFitter,
+    Provenance,
+    collect,
+    units,
+)
 from mi_route2.routing.mask import pooled
 from studies.common.seeds import derive
 from studies.common.tables import markdown_table
@@ -101,7 +111,14 @@ def score(
     parts = []
     for rows in pieces(rollouts, settings):
         features = collect(policy, rows.to(policy.device), kind, basis)
-        parts.append(torch.stack([pooled(features, each) for each in directions]).double().cpu())
+        compared: list[dict[str, Comparison]] = [{} for _ in directions]
+        for site, feature in features.items():
+            # A gradient is summed over tokens once, and not for each of some twenty directions.
+            inner = feature.values().flatten(1) @ torch.stack([each.vectors[site].flatten() for each in directions], dim=1)
+            norms, magnitude = feature.norms(), feature.magnitude()
+            for of, column in zip(compared, inner.unbind(1), strict=True):
+                of[site] = Comparison(column, norms, magnitude)
+        parts.append(torch.stack([pooled(of, each) for of, each in zip(compared, directions)]).double().cpu())
     return torch.cat(parts, dim=1)
 
 
