@@ -53,7 +53,7 @@ def generate(
         rows = order[start : start + at_once]
         batch = _Decoding(model, [prompts[i] for i in rows], pad, device)
         draws = uniforms[rows].to(device)
-        sampled = complete(batch.logits, batch.go_on, draws, temperature=temperature, ends=ends, fill=NOTHING)
+        sampled = complete(batch.first, batch.go_on, draws, temperature=temperature, ends=ends, fill=NOTHING)
         for i, ids in zip(rows, sampled.tolist(), strict=True):
             completions[i] = ids[: ids.index(NOTHING)] if NOTHING in ids else ids
     return completions
@@ -65,9 +65,11 @@ class _Decoding:
     def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], pad: int, device: torch.device):
         from transformers import DynamicCache
 
-        self._model, width = model, max(map(len, prompts))
-        self.tokens: Int[Tensor, "b s"] = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        places: dict[tuple[int, ...], int] = {}  # the rollouts of a group have one prompt, which is read once
+        self._rows = torch.tensor([places.setdefault(tuple(p), len(places)) for p in prompts], device=device)
+        self._model, width = model, max(map(len, places))
+        self.tokens: Int[Tensor, "b s"] = torch.tensor([[pad] * (width - len(p)) + list(p) for p in places], device=device)
+        lengths = torch.tensor([len(p) for p in places], device=device)
         self._real: Bool[Tensor, "b s"] = torch.arange(width, device=device) >= width - lengths[:, None]
         self._cache: Any = DynamicCache(config=getattr(model, "config", None))
         if len(prompts) > 1 and not all(hasattr(layer, "batch_select_indices") for layer in self._cache.layers):
@@ -75,6 +77,14 @@ class _Decoding:
                 f"{type(model).__name__} has layers without attention, whose cache cannot drop rows that have ended: "
                 "choose at_once=1"
             )
+
+    def first(self) -> Float[Tensor, "b v"]:
+        """Return the logits of every row's first token, and go from distinct prompts to rows."""
+        logits = self.logits()
+        if len(self._rows) > len(logits):
+            self._cache.batch_select_indices(self._rows)
+            self._real = self._real[self._rows]
+        return logits[self._rows]
 
     def logits(self) -> Float[Tensor, "b v"]:
         """Return the logits of the token after ``tokens``, which are in the cache afterwards."""
