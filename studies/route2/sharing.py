@@ -120,13 +120,13 @@ def read_trajectories(path: Path) -> list[LabelledRollout]:
         try:
             messages = json.loads(row["conversation"]) if isinstance(row["conversation"], str) else row["conversation"]
             first = [message["role"] for message in messages].index("assistant")
-            sides = ["\n\n".join(map(_said, part)) for part in (messages[:first], messages[first:])]
+            prompt, completion = ("\n\n".join(map(_said, part)) for part in (messages[:first], messages[first:]))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(
                 f"conversation {i} of {path} is no list of messages with role and content, one an assistant's"
             ) from error
         label = str(row["label"]).strip()
-        rollouts.append(LabelledRollout(*sides, label != "0", label.partition(".")[0]))
+        rollouts.append(LabelledRollout(prompt, completion, label != "0", label.partition(".")[0]))
     return rollouts
 
 

@@ -5,6 +5,7 @@ An arm is data (``arms.Arm``); each function here turns some of its fields into 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,8 @@ def build_screen(job: Job, policy: Policy) -> LMJudge | None:
         return None
     if chat is None:
         raise ValueError("an arm that asks a judge needs a chat model, because a micro model cannot read a question: give --model")
-    context = config_of(policy.model).max_position_embeddings
+    config: Any = config_of(policy.model)
+    context = config.max_position_embeddings
     return LMJudge(policy, ChatTokenizer(chat.path, ""), context=context, budget=chat.token_budget, at_once=chat.at_once)
 
 

@@ -12,7 +12,8 @@ import types
 
 def execute(payload):
     """Return the verifier's status. It raises what the verifier raises."""
-    vars(builtins).update(math=math, gcd=math.gcd)  # djinn gives answers these two without an import
+    for name, value in (("math", math), ("gcd", math.gcd)):  # djinn gives answers these two without an import
+        setattr(builtins, name, value)
     for name, source in sorted(payload["modules"].items()):
         _load(name, source)
     verify = _load("verifier", payload["verifier"]).verify
