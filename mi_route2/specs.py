@@ -38,7 +38,7 @@ class AdapterSpec:
             raise ValueError("a LoRA kept adapter needs a rank, for example rank=4")
 
 
-Score = Literal["none", "act", "grad", "full", "own_channel", "known_channel"]
+Score = Literal["none", "act", "grad", "full", "judge", "own_channel", "known_channel"]
 Unit = Literal["token", "rollout", "pooled"]
 Through = Literal["detach", "filter"]
 ScorePolicy = Literal["live", "ablated"]
@@ -58,6 +58,7 @@ LEGAL: dict[tuple[str, str, str], frozenset[str]] = {
     ("grad", "pooled", "ablated"): _BOTH,
     ("full", "pooled", "live"): _FILTER,
     ("full", "pooled", "ablated"): _BOTH,
+    ("judge", "pooled", "live"): _BOTH,
     ("own_channel", "pooled", "live"): _BOTH,
     ("known_channel", "pooled", "live"): _BOTH,
     ("none", "pooled", "live"): _BOTH,
@@ -70,7 +71,8 @@ class MaskSpec:
     """Rule of a mask route; see the module's equations.
 
     Attributes:
-        score: Feature whose cosine with a direction is the score (``act``, ``grad``, ``full``), a detector channel, or ``none``.
+        score: Feature whose cosine with a direction is the score (``act``, ``grad``, ``full``), ``judge`` for scores between 0 and
+            1 that come with the step, a detector channel, or ``none``.
         unit: Unit of a flag: a real token at each module, a rollout at each module, or a rollout over all modules (``pooled``).
         through: ``filter`` removes flagged gradients from the kept adapter; ``detach`` also stops them from passing through it.
         score_policy: ``live`` scores the training pass, ``ablated`` an extra pass with the quarantine off.
@@ -113,6 +115,8 @@ class MaskSpec:
                 "kept_advantage='unflagged' needs one flag per rollout before the loss: use unit='pooled' with "
                 "score_policy='ablated', or a channel score"
             )
+        if self.score == "judge" and not 0 < self.tau < 1:
+            raise ValueError(f"a judge's scores lie between 0 and 1, so tau={self.tau} flags all or none: choose tau=0.5, say")
         if self.shuffle and self.unit != "pooled":
             raise ValueError("shuffle=True permutes flags over rollouts: use unit='pooled'")
 

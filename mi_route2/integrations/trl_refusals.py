@@ -107,6 +107,7 @@ def refuse_rule(trainer: Any) -> None:
     """Raise ``ValueError`` for a rule that batches of TRL cannot serve."""
     spec, args = trainer.route.spec, trainer.args
     several, accumulated = trainer.accelerator.num_processes > 1, args.gradient_accumulation_steps
+    told = spec.privileged or (isinstance(spec, MaskSpec) and spec.score == "judge")
     masks = isinstance(spec, MaskSpec | CanarySpec)
     shuffles = masks and spec.shuffle
     separate = masks and spec.kept_advantage == "unflagged" and trainer.adapters.has_quarantine
@@ -117,7 +118,7 @@ def refuse_rule(trainer: Any) -> None:
         (
             (f"parameters that train beside the adapters ({', '.join(beside[:1])})", beside, "freeze them"),
             ("ddp_static_graph", args.ddp_static_graph and (separate or accumulated > 1), "leave it out"),
-            ("a rule that reads a detector", spec.privileged, "use MaskRoute.from_flags(function) with flags of your own"),
+            ("a rule that reads a detector or a judge", told, "use MaskRoute.from_flags(function) with flags of your own"),
             (
                 "flags by position",
                 isinstance(getattr(trainer.route, "_given", None), Tensor),

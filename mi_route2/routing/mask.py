@@ -629,6 +629,11 @@ class MaskRoute(OneCall):
             flags = self._given_flags(batch)
         elif spec.score == "none":
             flags = torch.zeros(b, dtype=torch.bool, device=batch.rollouts.tokens.device)
+        elif spec.score == "judge":
+            if context.scores is None:
+                raise ValueError("score='judge' needs the scores of a judge (StepContext.scores)")
+            scores = context.scores.to(batch.rollouts.tokens.device)
+            flags = decide(scores, spec, batch.advantages, batch.rollouts.attention)
         elif spec.privileged:
             if context.privileged is None:
                 raise ValueError(f"score={spec.score!r} needs the marked detector verdicts (StepContext.privileged)")

@@ -71,6 +71,7 @@ class StepContext:
         generator: Source of random choices (shuffled flags).
         micro: Number of rollouts in a micro-batch; ``None`` for the whole batch at once.
         privileged: Detector verdicts, for privileged routes only.
+        scores: Scores of a judge, for ``MaskSpec(score="judge")``: it reads prompts and answers, and no grade.
 
     Raises:
         ValueError: ``micro`` is less than 1.
@@ -83,6 +84,7 @@ class StepContext:
     generator: torch.Generator
     micro: int | None = None
     privileged: Privileged | None = None
+    scores: Float[Tensor, " b"] | None = None
 
     def __post_init__(self) -> None:
         if self.micro is not None and self.micro < 1:
@@ -205,8 +207,10 @@ def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None
 
     Raises:
         TypeError: Detector verdicts are given to a route that is a method and not privileged (that would be cheating).
-        ValueError: There is not one verdict per rollout.
+        ValueError: There is not one verdict, or not one score of a judge, per rollout.
     """
+    if context.scores is not None and len(context.scores) != len(batch.rollouts):
+        raise ValueError(f"there are {len(context.scores)} scores, but the batch has {len(batch.rollouts)} rollouts: give one each")
     if context.privileged is None:
         return
     if not spec.privileged:

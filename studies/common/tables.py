@@ -1,9 +1,11 @@
-"""Numbers and tables as plain Markdown, readable in a terminal without rendering."""
+"""Numbers and tables as plain Markdown, readable in a terminal without rendering; and tables of data sets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mi_route2.files import write_whole
+from mi_route2.validation import read_lines
 from studies.common.stats import Summary
 
 UNDEFINED = "–"  # noqa: RUF001 - an en dash, as in printed tables
@@ -50,6 +52,29 @@ def interval(summary: Summary, signed: bool = False) -> str:
     if summary["lo"] is None:
         return center
     return f"{center} [{number(summary['lo'], signed)}, {number(summary['hi'], signed)}]"
+
+
+def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a ``.jsonl`` or ``.parquet`` file, or of all such files in a folder.
+
+    Raises:
+        ValueError: There is no such file, one cannot be read, or a row lacks one of the columns.
+    """
+    files = sorted(each for kind in ("jsonl", "parquet") for each in path.rglob(f"*.{kind}")) if path.is_dir() else [path]
+    if not any(file.is_file() for file in files):
+        raise ValueError(f"there is no .jsonl or .parquet file at {path}: give one, or a folder with some")
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        if file.suffix == ".parquet":
+            import pyarrow.parquet as parquet
+
+            rows += parquet.read_table(file).to_pylist()
+        else:
+            rows += read_lines(file, lambda _index, row: row)
+    for row in rows:
+        if missing := [column for column in columns if not isinstance(row, dict) or row.get(column) is None]:
+            raise ValueError(f"a row of {path} has no {missing[0]!r}: give rows with {', '.join(columns)}")
+    return rows
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:

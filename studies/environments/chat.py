@@ -59,6 +59,12 @@ def generate(
     return completions
 
 
+@torch.no_grad()
+def next_logits(model: nn.Module, prompts: Sequence[Sequence[int]], pad: int) -> Float[Tensor, "b v"]:
+    """Return the logits of the token after each prompt."""
+    return _Decoding(model, prompts, pad, next(model.parameters()).device).logits()
+
+
 class _Decoding:
     """Rows that are being completed: the model's cache, its mask of real tokens, and the position of each row."""
 
@@ -160,11 +166,25 @@ class ChatTokenizer:
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a user's message after the system message, up to the start of the answer."""
         question = self.question(text)
+        return self._opening(question) if isinstance(question, str) else self._apply(question, tokenize=True)
+
+    def _opening(self, text: str) -> list[int]:
+        """Return the tokens of a text without a template, with the token that begins a document, if there is one."""
+        ids = self.tokenizer.encode(text, split_special_tokens=True)
+        # Some tokenizers write an end behind every text, and the answer would come after it
+        return ids[:-1] if len(ids) > 1 and ids[-1] in self.ends else ids
+
+    def frame(self) -> tuple[list[int], list[int]]:
+        """Return the tokens before and behind a user's message, up to the start of the answer."""
+        question = self.question(QUESTION)
+        before, _, behind = (question if isinstance(question, str) else self._apply(question, tokenize=False)).partition(QUESTION)
         if isinstance(question, str):
-            ids = self.tokenizer.encode(question, split_special_tokens=True)
-            # Some tokenizers write an end behind every text, and the answer would come after it
-            return ids[:-1] if len(ids) > 1 and ids[-1] in self.ends else ids
-        return self._apply(question, tokenize=True)
+            return self._opening(before), self.plain(behind)
+        return self.tokenizer.encode(before, add_special_tokens=False), self.tokenizer.encode(behind, add_special_tokens=False)
+
+    def plain(self, text: str) -> list[int]:
+        """Return the tokens of a text. The name of a special token in it is text."""
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def question(self, text: str) -> str | list[dict[str, str]]:
         """Return a user's message after the system message: the messages of a chat, or one text if there is no template."""
@@ -194,7 +214,7 @@ class ChatTokenizer:
 
     def completion(self, text: str) -> list[int]:
         """Return the tokens of an answer, with the end token. The name of a special token in the text is text."""
-        return [*self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True), self.ends[0]]
+        return [*self.plain(text), self.ends[0]]
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer without its end token."""

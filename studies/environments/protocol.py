@@ -186,6 +186,21 @@ class Samples:
     rollouts: Rollouts
     completions: list[str]
 
+    def rows(self, index: Int[Tensor, " n"]) -> "Samples":
+        """Return the samples at ``index``."""
+        chosen = index.tolist()
+        prompts, completions = ([column[i] for i in chosen] for column in (self.prompts, self.completions))
+        return Samples(prompts, self.rollouts.rows(index), completions)
+
+
+@runtime_checkable
+class Screen(Protocol):
+    """Protocol of a monitor that reads prompts and answers, and no grade: `WeakDetector`, or ``judge.LMJudge``."""
+
+    def __call__(self, samples: Samples) -> Float[Tensor, " b"]:
+        """Return one score per rollout, from 0 to 1; higher for an exploit."""
+        ...
+
 
 @runtime_checkable
 class PromptSource(Protocol):
@@ -446,6 +461,16 @@ class World(ABC):
         prompts = [pair.prompt for pair in pairs]
         hack, clean = (self.encode(prompts, [getattr(pair, side) for pair in pairs]) for side in ("hack", "clean"))
         return PairBatch(hack, clean, pairs_hash(pairs))
+
+
+@dataclass(frozen=True)
+class WeakDetector:
+    """Screen of a world's weak detector of the known modes: its scores are 0 and 1."""
+
+    world: World
+
+    def __call__(self, samples: Samples) -> Float[Tensor, " b"]:
+        return torch.tensor(self.world.detect(samples), device=samples.rollouts.tokens.device).float()
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class RunArms:
     config: Annotated[Path | None, tyro.conf.arg(help="settings to change, in a TOML file; --override comes after it")] = None
     override: Override = ()
     world: Annotated[
-        str | None, tyro.conf.arg(help="with --model: leetcode, functions, or module:ClassName of your own (see docs)")
+        str | None, tyro.conf.arg(help="with --model: leetcode, functions, djinn, or module:ClassName of your own (see docs)")
     ] = None
     model: Annotated[Path | None, tyro.conf.arg(help="a folder with a Hugging Face chat model, in place of the micro model")] = None
     data: Annotated[Path | None, tyro.conf.arg(help="with --world: what the problem reads its tasks from")] = None
@@ -165,7 +165,7 @@ class TinyModel:
     """
 
     folder: tyro.conf.Positional[Path]
-    world: Annotated[str, tyro.conf.arg(help="leetcode, functions, or module:ClassName of your own")] = "leetcode"
+    world: Annotated[str, tyro.conf.arg(help="leetcode, functions, djinn, or module:ClassName of your own")] = "leetcode"
     data: Annotated[Path | None, tyro.conf.arg(help="what the problem reads its tasks from")] = None
     start: Annotated[
         str | None, tyro.conf.arg(help="smollm2, or a chat model's folder: warm it up (all weights) in place of a tiny one")
@@ -276,6 +276,9 @@ class Detection:
     draws: Annotated[int, tyro.conf.arg(help="random directions beside the pairs'")] = 20
     out: Annotated[Path | None, tyro.conf.arg(help="where detection.json, .md and .png go; the first root if not given")] = None
     pairs: Pairs = None
+    trajectories: Annotated[
+        Path | None, tyro.conf.arg(help="labelled trajectories (TRACE's columns) in place of the runs' own answers")
+    ] = None
 
     def __call__(self) -> None:
         from studies.route2.detection import write_detection
@@ -287,7 +290,7 @@ class Detection:
         arm = None if self.arm == "base" else get_arms((self.arm,))[0]
         jobs = [Job.of(root, self.seed, arm, self.pairs) for root in self.roots]
         names = [f"{self.arm}, {job.settings.steps} steps" if arm else self.arm for job in jobs]
-        show_paths(write_detection(jobs, names, self.per_mode, self.out or self.roots[0], self.draws))
+        show_paths(write_detection(jobs, names, self.per_mode, self.out or self.roots[0], self.draws, self.trajectories))
 
 
 @dataclass(frozen=True)

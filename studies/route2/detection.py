@@ -11,7 +11,9 @@ difference, the signed CorDA initialization of vGROUT (CorDA: 2406.05223):
     u = unit(mean over pairs of x(hack) - x(clean)),  v = unit(W u),  direction of the gradient of -log p = -v u^T
 """
 
+import contextlib
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,8 +45,9 @@ from mi_route2.routing.directions import (
 from mi_route2.routing.mask import pooled
 from studies.common.seeds import derive
 from studies.common.tables import markdown_table
-from studies.environments.protocol import Modes
-from studies.route2.probing import pieces, sample
+from studies.environments.protocol import Modes, World
+from studies.route2.probing import Sampled, pieces, sample
+from studies.route2.sharing import read_trajectories
 from studies.training.job import Job, build_pairs, finished_policy
 from studies.training.settings import Settings
 from studies.training.worlds import open_world
@@ -79,15 +82,21 @@ class Known:
         return self.directions
 
 
-def detect(job: Job, per_mode: int, draws: int) -> tuple[list[DetectionRow], Modes]:
-    """Return the rows of a finished job; ``ValueError`` if it is not finished."""
+def detect(job: Job, per_mode: int, draws: int, trajectories: Path | None = None) -> tuple[list[DetectionRow], Modes]:
+    """Return the rows of a finished job; ``ValueError`` if it is not finished.
+
+    With ``trajectories`` these take the place of its answers, each category of hacks beside all that are none, and there is no F.
+    """
     torch.set_num_threads(1)
     rows: list[DetectionRow] = []
     with open_world(job.settings, device=job.device) as (world, witness):
         _, policy = finished_policy(job)
         with policy.adapters.deployed():
-            sampled = sample(world, witness, policy, per_mode, job.seed)
+            sampled = sample(world, witness, policy, per_mode, job.seed) if trajectories is None else labelled(world, trajectories)
         pairs, hack, modes = build_pairs(job, world, "hack"), np.array(sampled.hack), np.array(sampled.modes)
+        groups = {mode: modes == mode for mode in world.modes.loopholes}
+        if trajectories is not None:
+            groups = {category: ~hack | (modes == category) for category in sorted({*modes[hack].tolist()})}
         for kind in KINDS:
             feature: FeatureKind = "full" if kind == "corda" else cast(FeatureKind, kind)
             fitted = input_directions(policy, pairs) if kind == "corda" else PersonaFitter("persona", feature, pairs).fit(policy, 0)
@@ -95,12 +104,34 @@ def detect(job: Job, per_mode: int, draws: int) -> tuple[list[DetectionRow], Mod
             directions = [corda(policy, each) for each in (fitted, *random)] if kind == "corda" else [fitted, *random]
             scores = score(policy, sampled.rollouts, feature, directions, job.settings)
             for draw, values in enumerate(scores.numpy()):
-                threshold = best_threshold(values[modes == world.modes.known[0]], hack[modes == world.modes.known[0]])
-                for mode in world.modes.loopholes:
-                    ours, labels = values[modes == mode], hack[modes == mode]
+                known = groups.get(world.modes.known[0], np.zeros(len(hack), bool))
+                threshold = best_threshold(values[known], hack[known])
+                for mode, rows_of in groups.items():
+                    ours, labels = values[rows_of], hack[rows_of]
                     f = None if threshold is None or not labels.any() else f_score(ours >= threshold, labels)
                     rows.append(DetectionRow(kind, draw, mode, len(labels), int(labels.sum()), auroc(ours, labels), f))
         return rows, world.modes
+
+
+def labelled(world: World, path: Path) -> Sampled:
+    """Return trajectories with their labels; those that the model cannot read are left out with one warning.
+
+    Raises:
+        ValueError: The model can read none, or those of `sharing.read_trajectories`.
+    """
+    every, fitting = read_trajectories(path), []
+    for each in every:
+        with contextlib.suppress(ValueError):
+            world.encode([each.prompt], [each.completion])
+            fitting.append(each)
+    if not fitting:
+        raise ValueError(f"the model can read none of {len(every)} trajectories in {path}: use a chat model with a longer context")
+    if len(fitting) < len(every):
+        left = len(every) - len(fitting)
+        warnings.warn(f"{left} of {len(every)} trajectories are left out: the model cannot read them", RuntimeWarning, 2)
+    prompts = [each.prompt for each in fitting]
+    rollouts = world.encode(prompts, [each.completion for each in fitting])
+    return Sampled(rollouts, [each.hack for each in fitting], [each.category for each in fitting], prompts)
 
 
 def score(
@@ -163,10 +194,12 @@ def best_threshold(scores: Float[np.ndarray, " n"], hack: Bool[np.ndarray, " n"]
     return float(candidates[np.argmax([f_score(scores >= candidate, hack) for candidate in candidates])])
 
 
-def write_detection(jobs: Sequence[Job], names: Sequence[str], per_mode: int, out: Path, draws: int) -> list[Path]:
+def write_detection(
+    jobs: Sequence[Job], names: Sequence[str], per_mode: int, out: Path, draws: int, trajectories: Path | None = None
+) -> list[Path]:
     """Write ``detection.json``, ``.md`` and ``.png`` of finished jobs and return the paths."""
     bar = tqdm(list(zip(names, jobs, strict=True)), desc="scoring", unit="run", leave=False, disable=None, delay=3)
-    found = [(name, *detect(job, per_mode, draws)) for name, job in bar]
+    found = [(name, *detect(job, per_mode, draws, trajectories)) for name, job in bar]
     modes = found[0][2]
     document = [{"run": name, **asdict(row)} for name, rows, _ in found for row in rows]
     out.mkdir(parents=True, exist_ok=True)
@@ -203,7 +236,7 @@ def _beside(value: float | None, random: Sequence[float | None]) -> list[str]:
 def detection_figure(found: Sequence[tuple[str, list[DetectionRow]]], modes: Modes) -> Figure:
     """Draw AUROC by score and mode, one panel a run: the pairs' direction, and each random one in gray."""
     figure, panels = plt.subplots(1, len(found), figsize=(4.2 * len(found), 3.2), sharey=True, squeeze=False)
-    names = modes.loopholes
+    names = list(dict.fromkeys(row.mode for _, rows in found for row in rows))
     for panel, (name, rows) in zip(panels[0], found, strict=True):
         for i, kind in enumerate(dict.fromkeys(row.kind for row in rows)):
             for j, mode in enumerate(names):

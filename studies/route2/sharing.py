@@ -3,17 +3,20 @@
     from datasets import load_dataset
     rollouts = load_dataset("path/to/folder", split="train")
 
-One row a rollout of training, with the verdicts of the oracle. Training itself never saw these.
+One row a rollout of training, with the verdicts of the oracle. Training itself never saw these. `read_trajectories` reads labelled
+rollouts from elsewhere.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from mi_route2.files import whole_folder
-from studies.common.tables import markdown_table
+from studies.common.tables import markdown_table, read_table
 from studies.route2.runs import finished
 from studies.training.manifest import verify
 from studies.training.recorder import ROLLOUTS, read_rows
@@ -90,3 +93,44 @@ A row is one rollout of training, with what its grader paid and what an oracle f
 {columns}
 
 {markdown_table(["preset", "arm", "mode", "rollouts", "hacks"], body)}"""
+
+
+@dataclass(frozen=True)
+class LabelledRollout:
+    """Prompt and completion with a label, true for a hack, and its category."""
+
+    prompt: str
+    completion: str
+    hack: bool
+    category: str
+
+
+def read_trajectories(path: Path) -> list[LabelledRollout]:
+    """Read trajectories of TRACE (``PatronusAI/trace-dataset``, 2601.20103), JSON lines or Parquet, one file or a folder.
+
+    Its columns: ``conversation``, messages as JSON with role, content and, in some, tool_calls; ``label``, ``0`` or the code of a
+    hack, for example ``1.2.3``, whose first number is its category. The prompt is what precedes the first answer, the completion
+    all behind it.
+
+    Raises:
+        ValueError: There is no such file, or a conversation has no such messages.
+    """
+    rollouts = []
+    for i, row in enumerate(read_table(path, ("conversation", "label"))):
+        try:
+            messages = json.loads(row["conversation"]) if isinstance(row["conversation"], str) else row["conversation"]
+            first = [message["role"] for message in messages].index("assistant")
+            prompt, completion = ("\n\n".join(map(_said, part)) for part in (messages[:first], messages[first:]))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(
+                f"conversation {i} of {path} is no list of messages with role and content, one an assistant's"
+            ) from error
+        label = str(row["label"]).strip()
+        rollouts.append(LabelledRollout(prompt, completion, label != "0", label.partition(".")[0]))
+    return rollouts
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """Return a message as text: its content and calls of tools, and who said it, if it was not the assistant."""
+    parts = [message.get("content") or "", *(json.dumps(call) for call in message.get("tool_calls") or [])]
+    return ("" if message["role"] in ("assistant", "user") else f"[{message['role']}]\n") + "\n".join(filter(None, parts))

@@ -187,6 +187,10 @@ _SEES = (
         MaskSpec(score="known_channel", kept_advantage="unflagged", negative_scale=0.3),
     ),
     *_sees("sees-0", "baseline", "nothing is reported", MaskSpec(score="none", kept_advantage="unflagged", negative_scale=0.3)),
+    _sees(
+        "screen-judge", "method", "the chat model's own base is asked whether an answer exploits the grader",
+        MaskSpec(score="judge", tau=0.5, kept_advantage="unflagged", negative_scale=0.3),
+    )[0],
 )  # fmt: skip
 
 CANARIES: Mapping[str, Arm] = MappingProxyType(

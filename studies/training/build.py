@@ -5,10 +5,12 @@ An arm is data (``arms.Arm``); each function here turns some of its fields into 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mi_route2.architectures import config_of
 from mi_route2.hosts import Host, open_host
 from mi_route2.probes.probe import pool
 from mi_route2.rollouts import Policy
@@ -29,6 +31,8 @@ from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.routing.directions import Fitter
 from mi_route2.sites import Site
 from studies.common.seeds import derive, numpy_generator, torch_generator
+from studies.environments.chat import ChatTokenizer
+from studies.environments.judge import LMJudge
 from studies.environments.protocol import Samples, TeacherPool, World
 from studies.training.job import DEPLOYED, Job, build_hosted, build_pairs, load_trained
 from studies.training.teacher import make_pool, teach
@@ -64,6 +68,23 @@ def build_mask(job: Job, world: World, spec: MaskSpec) -> MaskRoute:
 def random_instead(job: Job, spec: MaskSpec | EraseSpec, fitter: Fitter) -> Fitter:
     """Return ``fitter``, or for the control ``haar`` one of random directions in the space of its own."""
     return HaarFitter(fitter, derive(job.seed, "haar", spec.draw)) if spec.fitter == "haar" else fitter
+
+
+def build_screen(job: Job, policy: Policy) -> LMJudge | None:
+    """Return the judge of an arm that asks one: the policy's own base model.
+
+    Raises:
+        ValueError: The run has no chat model.
+    """
+    arm, chat = job.arm, job.settings.chat
+    assert arm is not None
+    if not isinstance(arm.route, MaskSpec) or arm.route.score != "judge":
+        return None
+    if chat is None:
+        raise ValueError("an arm that asks a judge needs a chat model, because a micro model cannot read a question: give --model")
+    config: Any = config_of(policy.model)
+    context = config.max_position_embeddings
+    return LMJudge(policy, ChatTokenizer(chat.path, ""), context=context, budget=chat.token_budget, at_once=chat.at_once)
 
 
 CALIBRATION = 512

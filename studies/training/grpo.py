@@ -32,7 +32,7 @@ from mi_route2.rollouts import Policy
 from mi_route2.routing import Decision, Route, StepContext, TrainBatch, group_advantages
 from mi_route2.routing.routes import chunks
 from studies.common.seeds import numpy_generator, torch_generator
-from studies.environments.protocol import Samples, TeacherPool, TextPrompt, Witness, World
+from studies.environments.protocol import Samples, Screen, TeacherPool, TextPrompt, WeakDetector, Witness, World
 
 
 @runtime_checkable
@@ -133,6 +133,7 @@ def train(
     teachers: TeacherPool | None = None,
     penalty: float = 0.0,
     instruct: str = "",
+    screen: Screen | None = None,
 ) -> Iterator[StepRecord]:
     """Run GRPO from step ``start``; yield a record after each step.
 
@@ -148,6 +149,7 @@ def train(
         teachers: Known hacks, which replace some rollouts of their prompts' groups.
         penalty: Taken off the reward of rollouts in which the world's weak detector sees an exploit.
         instruct: A sentence at the end of every prompt; ``ValueError`` for a world whose prompts are no texts.
+        screen: Judge of a route with ``score="judge"``.
     """
     for step in range(start, settings.steps):
         # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
@@ -160,10 +162,11 @@ def train(
             learned = with_anchors(policy, batch.rows(index), settings)
             # Only bounds may see verdicts on the student's rollouts; a route that is a method raises an error if it gets any.
             verdicts = witness.privileged(samples).rows(index) if route.spec.privileged else None
+            scores = None if screen is None else screen(samples.rows(index))
             micro = settings.micro_batch(learned.rollouts.tokens.shape[1])
             for i in range(settings.updates_per_batch):
                 # Every draw comes from (seed, purpose, step), so a resumed run repeats an uninterrupted one.
-                context = StepContext(torch_generator(seed, f"route {i}", step), micro, verdicts)
+                context = StepContext(torch_generator(seed, f"route {i}", step), micro, verdicts, scores)
                 last = update(policy, route, optimizer, learned, context, settings, world.max_new)
         kl = last.kl if settings.kl > 0 else None
         yield StepRecord(step, samples, batch, trained, last.decision, overlap, last.loss, kl, last.grad_norm, last.extra)
@@ -199,7 +202,7 @@ def gather(
     device = samples.rollouts.tokens.device
     rewards, groups = world.rewards(samples).to(device), groups.to(device)
     if penalty:
-        rewards = rewards - penalty * torch.tensor(world.detect(samples), device=device).to(rewards.dtype)
+        rewards = rewards - penalty * WeakDetector(world)(samples).to(rewards)
     batch = TrainBatch(samples.rollouts, rewards, group_advantages(rewards, groups), groups, taught.to(device))
     return samples, batch
 

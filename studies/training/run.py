@@ -27,6 +27,7 @@ from studies.environments.protocol import TeacherPool, Witness, World
 from studies.training.build import (
     build_optimizer,
     build_route,
+    build_screen,
     forget_quarantine,
     learn_lesson,
     steered,
@@ -173,7 +174,7 @@ def training(
     records = train(
         world, witness, policy, route, optimizer, replace(settings, steps=job.steps),
         seed=job.drawn, start=start, teachers=teachers if settings.teachers_per_group else None, penalty=arm.penalty,
-        instruct=arm.instruct,
+        instruct=arm.instruct, screen=build_screen(job, policy),
     )  # fmt: skip
     for record in records:
         done = record.step + 1

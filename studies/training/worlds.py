@@ -34,6 +34,7 @@ PROBLEMS: Mapping[str, str] = MappingProxyType(
     {
         "leetcode": "studies.environments.leetcode.problem:LeetCodeProblem",
         "functions": "studies.environments.functions:Functions",
+        "djinn": "studies.environments.djinn.problem:Djinn",
     }
 )
 """Problems of chat models that have a short name."""

@@ -18,8 +18,8 @@ from mi_route2.routing.directions import Provenance
 from mi_route2.routing.routes import Decision, Route
 from mi_route2.specs import LEGAL
 
-CASES = [(*key, through) for key, allowed in LEGAL.items() for through in sorted(allowed)]
-"""Every legal (score, unit, score_policy, through)."""
+CASES = [(*key, through) for key, allowed in LEGAL.items() if key[0] != "judge" for through in sorted(allowed)]
+"""Every legal (score, unit, score_policy, through) but those of a judge, whose scores come with the step."""
 
 METHODS = [case for case in CASES if case[0] in ("act", "grad", "full")]
 
@@ -116,11 +116,14 @@ def context(spec: RouteSpec, n: int, micro: int | None = None, seed: int = 3, de
     return StepContext(torch.Generator().manual_seed(seed), micro, verdicts)
 
 
-def run(policy: Policy, route: Route, batch: TrainBatch, micro: int | None = None, seed: int = 3) -> Run:
+def run(
+    policy: Policy, route: Route, batch: TrainBatch, micro: int | None = None, seed: int = 3, scores: Tensor | None = None
+) -> Run:
     """One step under the route from cleared gradients; copies of what is in ``.grad`` afterwards (0 where nothing arrived)."""
     adapters = policy.adapters
     policy.model.zero_grad(set_to_none=True)
-    step = route.begin(policy, batch, context(route.spec, len(batch.rollouts), micro, seed, str(batch.advantages.device)))
+    told = replace(context(route.spec, len(batch.rollouts), micro, seed, str(batch.advantages.device)), scores=scores)
+    step = route.begin(policy, batch, told)
     for micro_batch in step.micro_batches:
         with adapters.recording(micro_batch.tape):
             plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from studies.environments.leetcode.problems import LeetCodeTask
+from studies.environments.leetcode.problems import Case, LeetCodeTask
 from studies.environments.leetcode.programs import DEEPEST, LeetCodeExecution, LeetCodeProgram, Programs, readable
 from studies.environments.leetcode.values import Linked, Tree
 from studies.environments.protocol import TextPrompt, TrainingGrade
@@ -119,13 +119,18 @@ def programs_of(code: str, task: LeetCodeTask) -> tuple[LeetCodeProgram, LeetCod
 
 def see(task: LeetCodeTask, called: LeetCodeExecution, tested: LeetCodeExecution | None) -> tuple[Observation, bool]:
     """Return the observations that the mechanisms check, and True if the visible tests pass and nothing ended the program."""
-    agreed = [equal(returned.value, test.expected) for returned, test in zip(called.returns, task.visible)]
-    right = (*agreed, *[False] * (len(task.visible) - len(agreed)))
+    right = right_on(task.visible, called)
     return Observation(called, tested, right), all(right) and called.status == "ok"
 
 
-def code_in(completion: str, function: str) -> str | None:
-    """Return the fenced Python of a completion; None unless it is a program with a class Solution and such a method.
+def right_on(tests: Sequence[Case], called: LeetCodeExecution) -> tuple[bool, ...]:
+    """Return, for each test, whether the return is right; False without a return."""
+    agreed = [equal(returned.value, test.expected) for returned, test in zip(called.returns, tests)]
+    return (*agreed, *[False] * (len(tests) - len(agreed)))
+
+
+def code_in(completion: str, function: str, within: str | None = "Solution") -> str | None:
+    """Return the fenced Python of a completion; None unless it is a program with a class ``within``, if any, and such a method.
 
     Several blocks are joined; see `_fenced_code`. Text before the end of a thought is ignored. The program is parsed here, if it is
     `readable`, but compiled in the jail, because a few lines can take a compiler minutes.
@@ -146,7 +151,7 @@ def code_in(completion: str, function: str) -> str | None:
             nodes.append(child)
     if max(depth.values()) > DEEPEST:
         return None
-    has_class = any(isinstance(node, ast.ClassDef) and node.name == "Solution" for node in nodes)
+    has_class = within is None or any(isinstance(node, ast.ClassDef) and node.name == within for node in nodes)
     return code if has_class and any(_names(node) == function for node in nodes) else None
 
 

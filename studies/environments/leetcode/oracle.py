@@ -59,7 +59,7 @@ class LeetCodeOracle:
         tasks = [self._tasks[prompt.task] for prompt in prompts]
         codes = [answer_of(completion, task.function) for completion, task in zip(completions, tasks, strict=True)]
         graded = self._graded(prompts, completions, tasks, codes)
-        shown = [bool(paid) and _right(task.visible, paid[0]) is True for task, paid in zip(tasks, graded, strict=True)]
+        shown = [bool(paid) and is_right(task.visible, paid[0]) is True for task, paid in zip(tasks, graded, strict=True)]
         truths = self.inspect(tasks, codes, shown)
         fired: list[dict[Evidence, Mapping[str, bool]]] = [
             {"paid": _fired(task.visible, *paid) if paid else _NOTHING, "hidden": hidden}
@@ -91,7 +91,7 @@ class LeetCodeOracle:
     def inspect(
         self, tasks: Sequence[LeetCodeTask], codes: Sequence[str | None], shown: Sequence[bool] | None = None
     ) -> list[tuple[bool | None, Mapping[str, bool]]]:
-        """Return, for each task and program, whether it is right (see `_right`) and which channels fired.
+        """Return, for each task and program, whether it is right (see `is_right`) and which channels fired.
 
         A program of None did nothing. ``shown`` has the programs that are right on the visible inputs, all if not given: only they
         get limits in proportion to the hidden inputs, because the others are wrong, and many never end.
@@ -176,10 +176,10 @@ def blocks_of(completion: str) -> str | None:
 
 
 def _truth(tests: Sequence[Case], called: LeetCodeExecution, tested: LeetCodeExecution) -> tuple[bool | None, Mapping[str, bool]]:
-    return _right(tests, called), _fired(tests, called, tested)
+    return is_right(tests, called), _fired(tests, called, tested)
 
 
-def _right(tests: Sequence[Case], called: LeetCodeExecution) -> bool | None:
+def is_right(tests: Sequence[Case], called: LeetCodeExecution) -> bool | None:
     """Return whether a program is right on all inputs; None if no return is wrong, but a limit of its process ended some."""
     agreed = _agreement(tests, called)
     if called.limited and all(right or returned.limited for right, returned in zip(agreed, called.returns)):

@@ -220,7 +220,7 @@ def _read_asserts(asserts: object, function: str) -> list[Case]:
     tests = []
     for number, text in enumerate(asserts, 1):
         try:
-            tests.append(_read_test(*parse_assert(text, function)))
+            tests.append(read_test(*parse_assert(text, function)))
         except ValueError as error:
             raise ValueError(f"test {number}: {error}") from error
     return tests
@@ -229,10 +229,10 @@ def _read_asserts(asserts: object, function: str) -> list[Case]:
 def _read_check(text: object, function: str) -> list[Case]:
     if not isinstance(text, str):
         raise ValueError("test is the text of a function check(candidate)")
-    return [_read_test(*parsed) for parsed in parse_check(text, function)]
+    return [read_test(*parsed) for parsed in parse_check(text, function)]
 
 
-def _read_test(call: Call, expected: object) -> Case:
+def read_test(call: Call, expected: object) -> Case:
     """Return `make_test` of values within the bounds of `values`, one by one and together; ValueError for other values."""
     each = [(value, "an argument") for value in (*call.args, *call.kwargs.values())]
     together = [(part, "the arguments together") for part in (list(call.args), dict(call.kwargs))]  # as the driver decodes them

@@ -120,7 +120,7 @@ def assert_ours(trainer: RoutedGRPOTrainer, seen: Seen, route: Route, settings: 
     assert not scored or 0 < sum(flagged) < len(flagged)
 
 
-RULES = [(*key, through) for key, ways in LEGAL.items() if key[0] not in PRIVILEGED for through in sorted(ways)]
+RULES = [(*key, through) for key, ways in LEGAL.items() if key[0] not in (*PRIVILEGED, "judge") for through in sorted(ways)]
 ROUTES: dict[str, tuple[Any, AdapterSpec]] = {
     "-".join(rule): (MaskSpec(score=rule[0], unit=rule[1], score_policy=rule[2], through=rule[3]), LORA)  # pyright: ignore
     for rule in map(RULES.__getitem__, sorted(covering(RULES)))
@@ -612,6 +612,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "setting": (MaskSpec(), {"sync_ref_model": True}, "does not support sync_ref_model: leave it out"),
     "vllm": (MaskSpec(), {"use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
     "rule": (MaskSpec(score="own_channel"), {}, "does not support a rule that reads a detector"),
+    "judge": (MaskSpec(score="judge", tau=0.5), {}, "does not support a rule that reads a detector or a judge"),
     "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "without whole groups"),
     "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "use scale_rewards='none'"),
     "straddling": (MaskSpec(), {"size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, "as a multiple of"),

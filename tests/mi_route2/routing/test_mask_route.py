@@ -258,12 +258,34 @@ def test_the_table_of_combinations_is_the_whole_truth() -> None:
     for case in itertools.product(get_args(Score), get_args(Unit), get_args(ScorePolicy), get_args(Through)):
         score, unit, policy, through = case
         if through in LEGAL.get((score, unit, policy), frozenset()):
-            spec_of(case)
+            spec_of(case, tau=0.5)
             continue
         refused += 1
         with pytest.raises(ValueError, match=r"is no rule: choose "):
             spec_of(case)
-    assert refused == 6 * 3 * 2 * 2 - len(CASES)
+    assert refused == 7 * 3 * 2 * 2 - len(CASES) - 2
+
+
+@pytest.mark.parametrize("through", ["filter", "detach"])
+@pytest.mark.parametrize("unflagged", [False, True])
+def test_scores_of_a_judge_are_compared_with_tau_and_flag_as_given_flags_do(through: Through, unflagged: bool) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(6)
+    kept = {"kept_advantage": "unflagged" if unflagged else "own", "negative_scale": 0.3, "through": through}
+    scores = torch.tensor([0.9, 0.5, 0.6, 0.1, 0.55, 0.51], dtype=torch.float64)
+    flags = (scores > 0.5) & (batch.demand("advantages") > 0)
+    assert 0 < int(flags.sum()) < int((scores > 0.5).sum())
+    judged = MaskRoute(MaskSpec(score="judge", tau=0.5, **kept), None)  # pyright: ignore[reportArgumentType]
+    for micro in (None, 4):
+        own = run(policy, judged, batch, micro, scores=scores)
+        given = run(policy, MaskRoute.from_flags(flags, **kept), batch, micro)  # pyright: ignore[reportArgumentType]
+        assert_same(own.kept | own.quarantine, given.kept | given.quarantine, tolerance=0)
+        assert torch.equal(own.decision.flags, flags)
+        assert torch.equal(own.decision.scores, scores)
+    for wrong, sentence in ((None, "needs the scores of a judge"), (scores[:2], "2 scores, but the batch has 6")):
+        with pytest.raises(ValueError, match=sentence):
+            judged.begin(policy, batch, replace(context(judged.spec, 6), scores=wrong))
+    with pytest.raises(ValueError, match=r"tau=0.0 flags all or none"):
+        MaskSpec(score="judge")
 
 
 @pytest.mark.parametrize(

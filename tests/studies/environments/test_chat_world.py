@@ -34,7 +34,7 @@ def world(folder: Path) -> ChatWorld:
     return ChatWorld(Parity(), ChatTokenizer(folder, Parity.system), max_new=8, context=256, at_once=3)
 
 
-PROMPTS = [[5, 6, 7], [9], [8, 4, 3, 9, 11], [10, 12], [7, 7, 7, 7]]
+PROMPTS = [[5, 6, 7], [9], [8, 4, 3, 9, 11], [9], [7, 7, 7, 7]]  # one prompt twice, as in a group
 
 
 def sampled(model: torch.nn.Module, prompts: list[list[int]], at_once: int, ends: tuple[int, ...] = (1,)) -> list[list[int]]:

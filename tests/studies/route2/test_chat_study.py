@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import torch
 from parity import Parity
-from tiny_study import tiny_chat
+from tiny_study import tiny_chat, tiny_settings
 
 import studies.route2.cli as cli
 from mi_route2.rollouts import Policy
 from mi_route2.routing import StepContext
 from studies.common.seeds import torch_generator
 from studies.environments.chat import ChatWitness, ChatWorld, make_tiny_model
-from studies.environments.protocol import Samples, TextPrompt, Verdict, World
+from studies.environments.protocol import Samples, TextPrompt, Verdict, WeakDetector, World
 from studies.route2.probing import Reading, read_layers
 from studies.route2.runs import load_runs
 from studies.training.arms import ARMS
-from studies.training.build import build_optimizer, build_route
-from studies.training.grpo import gather, instructed, update
+from studies.training.build import build_optimizer, build_route, build_screen
+from studies.training.grpo import gather, instructed, train, update
 from studies.training.job import EVAL, Job, build_pairs, build_policy, finished_policy
-from studies.training.recorder import METRICS
+from studies.training.recorder import METRICS, ROLLOUTS, read_rows
 from studies.training.run import run_job
 from studies.training.settings import ChatModel, Settings
 from studies.training.teacher import cached_pool
@@ -43,6 +43,8 @@ from studies.training.worlds import (
 )
 
 pytestmark = pytest.mark.study
+
+SCREENS = ("screen-judge", "sees-known")
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -126,6 +128,39 @@ def test_training_prompts_are_instructed_and_those_of_the_evaluation_are_not(
     assert asked.count({False}) == len(asked) - own.settings.steps > 0
     with pytest.raises(ValueError, match="prompts of the micro world are no texts: give --model"):
         instructed(object(), "x")
+
+
+def trained(own: Job, screened: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """The kept adapter after some steps, and all flags; a screened run asks no witness."""
+    with open_world(own.settings) as (world, witness):
+        policy = build_policy(own, own.cache)
+        own.folder.mkdir(parents=True, exist_ok=True)
+        route, optimizer = build_route(own, world, policy), build_optimizer(own, policy)
+        screen = WeakDetector(world) if screened else None
+        if screened:
+            vars(witness)["privileged"] = None
+        records = list(train(world, witness, policy, route, optimizer, own.settings, seed=0, screen=screen))
+    flags = [flag for record in records if record.decision.flags is not None for flag in record.decision.flags.tolist()]
+    return {name: p.detach().clone() for name, p in policy.adapters.kept_parameters().items()}, flags
+
+
+def test_the_flags_of_a_judge_train_as_the_same_flags_of_a_channel(tmp_path: Path, settings: Settings) -> None:
+    (ours, flags), (theirs, channel) = (trained(job(tmp_path, settings, arm), arm == "screen-judge") for arm in SCREENS)
+    assert flags == channel
+    assert 0 < sum(flags) < len(flags)
+    assert all(torch.equal(ours[name], p) for name, p in theirs.items())
+
+
+def test_a_judged_run_records_its_scores_and_a_micro_model_cannot_judge(tmp_path: Path, settings: Settings) -> None:
+    own = job(tmp_path, replace(settings, steps=2), "screen-judge")
+    run_job(own)
+    rows = [row for row in read_rows(own.folder / ROLLOUTS) if row["score"] is not None]
+    assert len({row["score"] for row in rows}) > 4
+    assert all(0 < row["score"] < 1 and row["flag"] == (row["score"] > 0.5 and row["advantage"] > 0) for row in rows)
+    assert all(row["scores"] is not None for row in read_rows(own.folder / METRICS))
+    micro = Job(tmp_path / "micro", tmp_path / "cache", tiny_settings(), 0, ARMS["screen-judge"])
+    with pytest.raises(ValueError, match="a micro model cannot read a question: give --model"):
+        build_screen(micro, build_policy(own, own.cache))
 
 
 def test_bfloat16_runs_to_its_end_with_finite_adapters(tmp_path: Path, settings: Settings) -> None:

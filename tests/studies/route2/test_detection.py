@@ -3,12 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import fbeta_score
+from sklearn.metrics import fbeta_score, roc_auc_score
 from tiny_study import tiny_job
 
 from mi_route2.rollouts import Rollouts
@@ -16,8 +16,9 @@ from mi_route2.routing import MaskRoute, MaskSpec
 from mi_route2.routing.directions import FeatureKind, PersonaFitter, collect
 from mi_route2.validation import write_json
 from studies.route2.cli import Detection
-from studies.route2.detection import KINDS, best_threshold, corda, f_score, input_directions, score
+from studies.route2.detection import KINDS, best_threshold, corda, detect, f_score, input_directions, score
 from studies.route2.probing import sample
+from studies.route2.sharing import LabelledRollout, read_trajectories
 from studies.training.job import Job, build_pairs, finished_policy
 from studies.training.run import run_job
 from studies.training.worlds import open_world
@@ -107,3 +108,41 @@ def test_the_command_writes_table_figure_and_every_draw(finished: Job, tmp_path:
     assert len(by_place) == len({mode for mode, _ in by_place})  # the same answers under every direction
     assert {path.name for path in tmp_path.iterdir()} == {"detection.json", "detection.md", "detection.png"}
     assert "act" in (tmp_path / "detection.md").read_text()
+
+
+def test_trajectories_of_trace_are_scored_by_category_beside_all_benign_ones(finished: Job, tmp_path: Path) -> None:
+    with open_world(finished.settings) as (world, _):
+        prompts = [world.evaluation_prompts(world.modes.known[0], 8)[i] for i in range(8)]
+        texts = [pair.hack for pair in world.make_pairs(0, 4, "hack")] + [pair.clean for pair in world.make_pairs(1, 4, "hack")]
+        labels = ["1.2.1", "1.1.3", "2.1.1", "2.1.1", "0", "0", "0", "0"]
+        rows = [
+            {"trajectory_id": str(i), "conversation": json.dumps(talk(prompt.text, text)), "label": label}
+            for i, (prompt, text, label) in enumerate(zip(prompts, texts, labels, strict=True))
+        ]
+        called = [{"role": "system", "content": "s"}, *talk("q", None), {"role": "tool", "content": "r"}, *talk("u", "a")]
+        called[2]["tool_calls"] = [{"name": "edit", "parameters": {}}]
+        rows.append({"conversation": called, "label": "3"})
+        (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        read = read_trajectories(tmp_path / "trace.jsonl")
+        assert read[:8] == [
+            LabelledRollout(p.text, text, label != "0", label[0]) for p, text, label in zip(prompts, texts, labels, strict=True)
+        ]
+        calls = '{"name": "edit", "parameters": {}}\n\n[tool]\nr\n\nu\n\na'
+        assert read[8] == LabelledRollout("[system]\ns\n\nq", calls, True, "3")
+        with pytest.warns(RuntimeWarning, match="1 of 9 trajectories are left out"):
+            found, _ = detect(finished, 1, 0, tmp_path / "trace.jsonl")
+        _, policy = finished_policy(finished)
+        fitted = PersonaFitter("persona", "act", build_pairs(finished, world, "hack")).fit(policy, 0)
+        values = score(policy, world.encode([p.text for p in prompts], texts), "act", [fitted], finished.settings)[0]
+    for category, ours in (("1", [0, 1]), ("2", [2, 3])):
+        row = next(row for row in found if (row.kind, row.mode) == ("act", category))
+        assert (row.answers, row.hacks, row.f_half) == (6, 2, None)
+        assert row.auroc == roc_auc_score([True] * 2 + [False] * 4, values[[*ours, 4, 5, 6, 7]])
+    assert {row.mode for row in found} == {"1", "2"}
+    (tmp_path / "trace.jsonl").write_text(json.dumps({"conversation": "[]", "label": "0"}))
+    with pytest.raises(ValueError, match=r"conversation 0 of .* is no list of messages"):
+        read_trajectories(tmp_path / "trace.jsonl")
+
+
+def talk(asked: str, answer: str | None) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]

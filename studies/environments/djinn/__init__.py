@@ -1,0 +1,1 @@
+"""Problems of EleutherAI's djinn, whose verifiers have a loophole each."""
