@@ -13,11 +13,15 @@ and the greatest value, so that seeds that agree have exactly their value, and a
 
 import math
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
+from scipy.optimize import brentq
 from scipy.special import stdtrit
+from scipy.stats import nct
 
 LEVEL = 0.95
+POWER = 0.8
+"""Probability with which an effect that counts as detectable is found."""
 
 Value = float | int | None
 
@@ -96,3 +100,14 @@ def _scaled(values: Sequence[Value]) -> tuple[list[float], int]:
     defined = _defined(values)
     _, exponent = math.frexp(max(map(abs, defined), default=0.0))
     return [math.ldexp(value, -exponent) for value in defined], exponent
+
+
+def power(n: int, shift: float) -> float:
+    """Return the probability that a two-sided t-test of n values detects an effect of `shift` standard errors, with its sign."""
+    return float(nct.sf(stdtrit(n - 1, (1 + LEVEL) / 2), n - 1, min(shift, 100.0)))  # far beyond that, scipy returns NaN
+
+
+def detectable(n: int, deviation: float) -> float:
+    """Return the smallest effect that n values of this standard deviation show with probability `POWER`."""
+    shift: Any = brentq(lambda x: power(n, x) - POWER, 0.0, 100.0)
+    return float(shift) * deviation / math.sqrt(n)

@@ -2,6 +2,7 @@
 
     difference = mean over common seeds of measure(arm) - measure(minus),  with a 95% Student-t interval
     p          = paired t test, two-sided: the test that belongs to the interval
+    detectable = the smallest difference that as many seeds of this spread show four times in five
     Holm       = p_(i) * (m - i), made monotone, over the m contrasts of the file (Holm 1979)
     fails k/n  = runs that use some held-out loophole in more than .2 of its prompts, with Clopper-Pearson's 95% interval
 
@@ -29,11 +30,11 @@ from scipy.stats import t as student
 
 from mi_route2.plots import BLUE, GREEN, ORANGE, PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
 from mi_route2.validation import unknown_name
+from studies.common.stats import LEVEL, detectable
 from studies.common.tables import markdown_page, markdown_table
 from studies.route2.runs import COLUMNS, load_runs
 
 MARGIN = 0.05
-LEVEL = 0.95
 
 
 class Pool(BaseModel, frozen=True, extra="forbid"):
@@ -149,6 +150,7 @@ class ContrastResult:
     arm: Interval
     minus: Interval
     difference: Interval
+    detectable: float
     p: float
     fails: str
     fails_minus: str
@@ -181,7 +183,8 @@ def _compared(runs: pd.DataFrame, contrast: ArmContrast) -> ContrastResult:
     arm, minus = arm.loc[seeds], minus.loc[seeds]
     a, b = values(arm, contrast.measure), values(minus, contrast.measure)
     return ContrastResult(
-        contrast, len(seeds), mean_interval(a), mean_interval(b), mean_interval(a - b, rate=False), paired_p(a - b),
+        contrast, len(seeds), mean_interval(a), mean_interval(b), mean_interval(a - b, rate=False),
+        detectable(len(seeds), float(np.std(a - b, ddof=1))), paired_p(a - b),
         failures(values(arm, "failed")), failures(values(minus, "failed")),
     )  # fmt: skip
 
@@ -207,12 +210,15 @@ def interval_text(triple: Interval, signed: bool = False) -> str:
 
 def contrast_table(rows: list[ContrastResult]) -> str:
     """Return the contrasts as a Markdown table."""
-    header = ["contrast", "preset", "measure", "n", "arm", "minus", "difference", "p (Holm)", "fails", "minus", "expected", "holds"]
+    header = [
+        "contrast", "preset", "measure", "n", "arm", "minus", "difference", "detectable", "p (Holm)", "fails", "minus", "expected",
+        "holds",
+    ]  # fmt: skip
     body = [
         [
             row.contrast.name, row.contrast.preset, row.contrast.measure, row.n, interval_text(row.arm), interval_text(row.minus),
-            interval_text(row.difference, signed=True), f"{row.holm:.3g}", row.fails, row.fails_minus, row.contrast.expect,
-            row.holds,
+            interval_text(row.difference, signed=True), _text(row.detectable), f"{row.holm:.3g}", row.fails, row.fails_minus,
+            row.contrast.expect, row.holds,
         ]
         for row in rows
     ]  # fmt: skip

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from scipy.optimize import brentq
-from scipy.stats import nct, norm, t
+from scipy.stats import norm
 
+from studies.common.stats import LEVEL, POWER, detectable, power
 from studies.lanes.report import estimates
 from studies.lanes.report.estimates import ClaimEstimate, Measure
 from studies.lanes.study import LanesStudy
@@ -15,7 +15,6 @@ from studies.lanes.study import LanesStudy
 Verdict = Literal["exact", "supported", "claimed size excluded", "not testable here", "null", "contradicted"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 Rule = Literal["identity", "higher", "lower"]
-POWER, LEVEL = 0.8, 0.95
 
 
 @dataclass(frozen=True)
@@ -102,21 +101,13 @@ def deviation(estimate: ClaimEstimate) -> float | None:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def power(n: int, shift: float) -> float:
-    """Return the probability that a two-sided t-test of n values detects an effect of `shift` standard errors, with its sign."""
-    return float(nct.sf(t.ppf((1 + LEVEL) / 2, n - 1), n - 1, min(shift, 100.0)))  # far beyond that, scipy returns NaN
-
-
 def floor(estimate: ClaimEstimate) -> float | None:
     """Return the smallest effect that is detected with probability `POWER`, given this spread and number of values.
 
     None for fewer than two values.
     """
     spread = deviation(estimate)
-    if spread is None:
-        return None
-    shift: Any = brentq(lambda x: power(estimate.n, x) - POWER, 0.0, 100.0)
-    return float(shift) * spread / math.sqrt(estimate.n)
+    return None if spread is None else detectable(estimate.n, spread)
 
 
 def needed(estimate: ClaimEstimate, size: float | None) -> int | None:

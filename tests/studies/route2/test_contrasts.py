@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from studies.common.stats import detectable
 from studies.route2.contrasts import (
     ArmContrast,
     compare,
@@ -65,6 +66,7 @@ def test_a_contrast_is_paired_by_seed() -> None:
     test = stats.ttest_rel([0.1, 0.2, 0.3, 0.1], [0.5, 0.7, 0.6, 0.6])
     assert (row.n, row.p, row.holds) == (4, pytest.approx(test.pvalue), "yes")
     assert row.difference == pytest.approx((-0.425, *test.confidence_interval(0.95)))
+    assert row.detectable == pytest.approx(detectable(4, np.std([0.4, 0.5, 0.3, 0.5], ddof=1)))
     assert (row.fails[:3], row.fails_minus[:3]) == ("1/4", "4/4")
 
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 from tiny_lanes import tiny_settings, write_texts
 
+from studies.common.stats import power
 from studies.lanes.arms import ARMS
 from studies.lanes.measures import measured
 from studies.lanes.report import measured_text
-from studies.lanes.report.claims import CLAIMS, VERDICTS, Rule, deviation, floor, judge, needed, power, verdict
+from studies.lanes.report.claims import CLAIMS, VERDICTS, Rule, deviation, floor, judge, needed, verdict
 from studies.lanes.report.estimates import ClaimEstimate
 from studies.lanes.study import LanesStudy, load
 
