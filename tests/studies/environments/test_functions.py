@@ -1,5 +1,6 @@
 """Functions of one line: their references against tests written out by hand, graders, oracle and documents."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 
@@ -93,3 +94,18 @@ def test_pairs_are_of_the_known_mode_on_training_tasks(problem: Functions) -> No
             assert [(verdict.gt, verdict.exploit) for verdict in told] == [(gt, exploit)] * 10
             if exploit:
                 assert problem.detect(prompts, answers) == [True] * 10
+
+
+def test_the_world_is_the_one_of_the_published_runs(problem: Functions) -> None:
+    """Its tasks, prompts, tests and warm-up documents: with others, docs/results/pretrained.csv would not be of this world."""
+    world = [
+        [
+            [split, task.name, task.solution, [problem.prompt(name, mode).text for mode in problem.modes.names]]
+            + [[test.call, test.expected] for test in task.tests]
+            for split in ("train", "test")
+            for name in problem.tasks(split)
+            for task in (problem._tasks[name],)
+        ],
+        problem.corpus(0, 512),
+    ]
+    assert hashlib.sha256(json.dumps(world).encode()).hexdigest()[:16] == "4c0b82afa1b76568"
