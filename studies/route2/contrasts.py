@@ -320,5 +320,5 @@ def write_contrasts(path: Path, tables: tuple[Path, ...]) -> tuple[str, list[Pat
     if spec.contrast:
         rows = compare(runs, spec.contrast)
         sections.append(contrast_table(rows))
-        paths.append(draw_contrasts(rows, path.with_name("contrasts.png")))
+        paths.append(draw_contrasts(rows, path.with_suffix(".png")))
     return markdown_page(sections), paths
