@@ -146,9 +146,9 @@ def expose(into: dict[Any, Tensor], key: Any, *first: Edit) -> Edit:
 
 
 def _expose(into: dict[Any, Tensor], key: Any, value: Tensor) -> Tensor:
-    # A frozen model has no graph here. Otherwise an alias: what else reads the same tensor does not read the site.
-    into[key] = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-    return into[key]
+    # Copies, because another module may read the same tensor, and the next one may write into it; a frozen model has no graph here.
+    into[key] = value.clone() if value.requires_grad else value.detach().requires_grad_()
+    return into[key].clone()
 
 
 def gradients(score: Tensor, values: Sequence[Tensor], *, keep: bool = False) -> list[Tensor]:
@@ -212,7 +212,7 @@ class _Patterns(TorchFunctionMode):
     def _attending(self, layer: int | None, _value: Tensor) -> None:
         if layer is None and self._layer not in self.scores:
             raise ValueError(
-                f"atp* needs the attention probabilities, but layer {self._layer} calls neither softmax nor sdpa of torch here: load the "
+                f"atp* needs attention probabilities, but layer {self._layer} calls neither softmax nor sdpa of torch: load the "
                 "model with attn_implementation='sdpa', or take method='ig'"
             )
         self._layer = layer
@@ -308,7 +308,7 @@ def _dropped_once(site: Site) -> bool:
 
 def _droppable(dropped: list[int], layer: int, value: Tensor) -> Tensor:
     """Return the value, whose gradient is 0 in a backward while ``dropped`` has its layer."""
-    new = value.view_as(value)
+    new = value.clone()
     if new.requires_grad:
         new.register_hook(lambda slope: torch.zeros_like(slope) if dropped[0] == layer else slope)
     return new

@@ -8,8 +8,8 @@ the stream that receiver r reads, through r alone:
                                                                        ig: mean over runs between the embeddings of both prompts,
                                                                                                       Hanna et al., arXiv:2403.17806
 
-A circuit runs with ``stream_r = corrupt_r + sum over kept edges (s, r) of (current_s - corrupt_s)``. All of this needs a stream that
-is the sum of the embedding and all outputs, which is checked.
+A circuit runs with ``stream_r = corrupt_r + sum over kept edges (s, r) of (current_s - corrupt_s)``. All of this needs a stream
+that is the sum of the embedding and all outputs, which is checked.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -341,12 +341,16 @@ class _Circuit:
         return self.running.under(edits, n * width)[::width]
 
 
+_POINTS = ("q", "k", "v", "z", "attn_out", "mlp_in", "mlp_out")
+
+
 def _circuit(running: Whole, question: Question, writes: Sequence[Tensor] | None) -> _Circuit:
     """Run both prompts; read what heads write, unless it is known."""
     host, layers = running.host, running.host.layers()
     known = set(host.sites())
-    for site in (Site(layer, point) for layer in layers for point in (*"qkvz", "attn_out", "mlp_in", "mlp_out")):
-        host.address(site)  # raises an error that says why the host or the architecture lacks it
+    for site in (Site(layer, point) for layer in layers for point in _POINTS):
+        if site not in known:
+            raise ValueError(f"edges need {', '.join(_POINTS)} of every layer, and this host has no {site}: take attribute or paths")
     blocks = [Site(layer, point) for layer in layers for point in ("z", "mlp_out")]
     pair = record(running, question, [Site(0, "resid_pre"), *blocks])
     sites = [

@@ -382,7 +382,7 @@ _TOLD = 3
 
 
 def t_interval(values: np.ndarray) -> np.ndarray:
-    """Return both bounds ``[2 ...]`` of the 95% t interval of the mean over the first axis; ``ValueError`` for fewer than two values."""
+    """Return both bounds ``[2 ...]`` of the 95% t interval of the mean over the first axis, which needs two values or more."""
     from scipy.special import stdtrit  # the import takes a fifth of a second
 
     if (n := len(values)) < 2:
@@ -403,8 +403,8 @@ def mean_grid(grids: Sequence[Grid], named: bool) -> Grid:
         fits = same and np.array_equal(np.isnan(grid.values), np.isnan(first.values))
         if not (fits or first.together):
             raise ValueError(
-                f"the positions of pair {number} are not those of pair 0, so they have no mean: choose pairs of equal lengths, name "
-                "positions by texts or Span, or pass together=True"
+                f"the positions of pair {number} are not those of pair 0, so they have no mean: choose pairs of equal lengths, "
+                "name positions by texts or Span, or pass together=True"
             )
     tokens = [dict.fromkeys(column) for column in zip(*(grid.labels for grid in grids))]
     return replace(
