@@ -350,7 +350,9 @@ def _circuit(running: Whole, question: Question, writes: Sequence[Tensor] | None
     known = set(host.sites())
     for site in (Site(layer, point) for layer in layers for point in _POINTS):
         if site not in known:
-            raise ValueError(f"edges need {', '.join(_POINTS)} of every layer, and this host has no {site}: take attribute or paths")
+            raise ValueError(
+                f"edges need {', '.join(_POINTS)} of every layer, and this host has no {site}: take attribute or paths"
+            )
     blocks = [Site(layer, point) for layer in layers for point in ("z", "mlp_out")]
     pair = record(running, question, [Site(0, "resid_pre"), *blocks])
     sites = [
