@@ -206,8 +206,8 @@ class _Patterns(TorchFunctionMode):
 
     def watch(self) -> dict[Site, Edit]:
         """Return edits at ``q``, before the softmax of a layer, and at ``z``, after it."""
-        begin = {Site(layer, "q"): partial(self._attending, layer) for layer in self.layers}
-        return begin | {Site(layer, "z"): partial(self._attending, None) for layer in self.layers}
+        places = [(Site(layer, point), layer if point == "q" else None) for layer in self.layers for point in "qz"]
+        return {site: partial(self._attending, layer) for site, layer in places}
 
     def _attending(self, layer: int | None, _value: Tensor) -> None:
         if layer is None and self._layer not in self.scores:
@@ -288,8 +288,7 @@ def _starred(running: Whole, pair: Pair, targets: Sequence[Target], alpha: float
             slopes = dict(zip(exposed, gradients(score, list(exposed.values()), keep=True)))
             here = {site: slope[0, list(question.sources)] for site, slope in slopes.items() if isinstance(site, Site)}
             for target, total in totals.items():
-                if target in fresh:
-                    layer = target.site.layer
+                if target in fresh and (layer := target.site.layer) is not None:
                     change = _attended(target, fresh[target], patterns.scores[layer][0], widened(slopes[layer][0]), question)
                 else:
                     change = columns(question, _change(pair, target, alpha, here))
@@ -306,7 +305,7 @@ def _dropped_once(site: Site) -> bool:
     return site.layer is not None and not site.point.startswith("resid")
 
 
-def _droppable(dropped: list[int], layer: int, value: Tensor) -> Tensor:
+def _droppable(dropped: list[int], layer: int | None, value: Tensor) -> Tensor:
     """Return the value, whose gradient is 0 in a backward while ``dropped`` has its layer."""
     new = value.clone()
     if new.requires_grad:

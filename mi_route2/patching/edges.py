@@ -363,7 +363,7 @@ def _circuit(running: Whole, question: Question, writes: Sequence[Tensor] | None
     ]
     tokens, last = question.corrupt.tokens[: question.at + 1], Site(layers[-1], "resid_post")
     corrupt = running.record(tokens, [*sites, *blocks, last], range(len(tokens))).values
-    shapes = {tuple(corrupt[Site(layer, point)].shape[1] for point in "qk") for layer in layers}
+    shapes = {(corrupt[Site(layer, "q")].shape[1], corrupt[Site(layer, "k")].shape[1]) for layer in layers}
     if len(shapes) > 1:
         raise ValueError(f"layers of this model have different numbers of heads, {sorted(shapes)}: take attribute or paths")
     layout = _Layout(*shapes.pop(), tuple(Site(layer, "resid_mid") not in known for layer in layers))
@@ -426,42 +426,42 @@ def draw(graph: Graph, path: Path, k: int) -> Path:
     """Draw the strongest edges; see ``Graph.draw``."""
     from mi_route2.plots import BLUE, GRAY, PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
 
+    chosen = graph.top(k)
     targets = {name: Target.parse(name) for name in (*graph.senders[1:], *graph.receivers[:-1])}
     counts = {target.site.point: 1 + (target.head or 0) for target in targets.values()}
-    top = 1 + 2 * (1 + max(target.site.layer or 0 for target in targets.values()))
+    rows = {"embed": (-1, 0), "logits": (len(targets), 0)} | {
+        name: (target.site.layer or 0, int(target.head is None)) for name, target in targets.items()
+    }
+    names = dict.fromkeys(name for edge in chosen for name in (edge.sender, edge.receiver))
+    used = sorted({rows[name] for name in names})  # layers without an edge take no room
 
     def place(name: str) -> tuple[float, int]:
-        if name not in targets:
-            return 0.5, 0 if name == "embed" else top
-        target = targets[name]
-        headed, layer = target.head is not None, target.site.layer or 0
-        return ((target.head or 0) + 0.5) / counts[target.site.point], 2 * layer + (1 if headed else 2)
+        x = 0.5
+        if name in targets:  # heads side by side, and MLPs to their right
+            head, point = targets[name].head, targets[name].site.point
+            x = 0.93 if head is None else 0.86 * (head + 0.5) / counts[point]
+        return x, used.index(rows[name])
 
     with style():
-        figure = new_figure(PAGE_WIDTH, min(40.0, 1 + 0.3 * top))
+        figure = new_figure(PAGE_WIDTH, min(40.0, 1.2 + 0.4 * len(used)))
         axes = figure.add_subplot()
         axes.grid(visible=False)
-        chosen = graph.top(k)
         most = max((abs(edge.score) for edge in chosen), default=1.0) or 1.0
         for edge in chosen:
             (x0, y0), (x1, y1) = place(edge.sender), place(edge.receiver)
             point = "" if edge.receiver == "logits" else targets[edge.receiver].site.point
-            line = {"color": BLUE if edge.score > 0 else VERMILLION, "linestyle": _LINES.get(point, "solid")}
+            line: dict[str, Any] = {"color": BLUE if edge.score > 0 else VERMILLION, "linestyle": _LINES.get(point, "solid")}
             axes.plot((x0, x1), (y0, y1), linewidth=0.3 + 3 * abs(edge.score) / most, alpha=0.7, **line)
-        for name in dict.fromkeys(name for edge in chosen for name in (edge.sender, edge.receiver)):
-            head = targets[name].head if name in targets else None
+        for name in names:
+            text = name if name not in targets else "MLP" if (head := targets[name].head) is None else f"{head}"
+            if name in targets and targets[name].site.point in "kv" and counts["k"] < counts["q"]:
+                text = f"kv {text}"
             box = {"boxstyle": "round", "facecolor": "white", "edgecolor": GRAY}
-            axes.text(
-                *place(name),
-                name if name not in targets else "MLP" if head is None else f"{head}",
-                ha="center",
-                va="center",
-                bbox=box,
-            )
-        axes.set(xlim=(0, 1), ylim=(-0.7, top + 0.7), xticks=[], title=f"{len(chosen)} strongest of {len(graph)} edges")
-        axes.set_yticks(range(1, top, 2), [f"layer {layer}" for layer in range(top // 2)])
+            axes.text(*place(name), text, ha="center", va="center", bbox=box)
+        axes.set(xlim=(0, 1), ylim=(-0.7, len(used) - 0.3), xticks=[], title=f"{len(chosen)} strongest of {len(graph)} edges")
+        axes.set_yticks(range(len(used)), [f"layer {layer}" if 0 <= layer < len(targets) else "" for layer, _ in used])
         for point, shape in _LINES.items():
-            axes.plot([], [], color=GRAY, linestyle=shape, label=f"into {point}")
+            axes.plot([], [], color=GRAY, linestyle=shape, label=f"into {point}{', MLPs, logits' * (point == 'q')}")
         axes.plot([], [], color=BLUE, label="toward clean")
         axes.plot([], [], color=VERMILLION, label="away from clean")
         figure.legend(loc="outside lower center", ncols=5)

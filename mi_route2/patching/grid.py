@@ -534,6 +534,7 @@ def draw(grid: Grid, path: Path) -> Path:
     colored, what, reach = _colored(grid)
     by_head = len(grid.columns) == 1 and all(target.head is not None for target in grid.sites)
     panels = _by_head(grid, colored) if by_head else {"": colored}
+    low = min(target.site.layer or 0 for target in grid.sites) if by_head else 0
     (rows, columns), ticks = next(iter(panels.values())).shape, [] if by_head else _ticks(grid)
     margin = _MARGIN + _LETTER * max(0, max(map(len, ticks), default=0) - _SHORT)
     height, width = min(_TALLEST, margin + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns * len(panels)))
@@ -545,8 +546,8 @@ def draw(grid: Grid, path: Path) -> Path:
             )
             axes.grid(visible=False)
             if by_head:
-                axes.set(xlabel=f"head of {name}", ylabel="layer")
-                axes.locator_params(integer=True)
+                axes.set(xlabel=f"head of {name}", ylabel="layer", xticks=range(panel.shape[1]))
+                axes.set_yticks(range(rows), [str(low + row) for row in range(rows)])
                 continue
             # matplotlib reads a text between two dollars as mathematics
             axes.set_xticks(range(columns), [tick.replace("$", r"\$") for tick in ticks], rotation=90)
@@ -560,11 +561,12 @@ def draw(grid: Grid, path: Path) -> Path:
 
 
 def _by_head(grid: Grid, colored: Float[np.ndarray, "sites 1"]) -> dict[str, Float[np.ndarray, "layers h"]]:
-    """Return the values of each point by layer and head; those that were not patched are NaN."""
-    shape = grid.layers, 1 + max(target.head or 0 for target in grid.sites)
-    panels = {target.site.point: np.full(shape, np.nan) for target in grid.sites}
+    """Return the values of each point by layer, from the first one on, and head; those that were not patched are NaN."""
+    used = [target.site.layer or 0 for target in grid.sites]
+    heads = {target.site.point: 1 + (target.head or 0) for target in sorted(grid.sites, key=lambda target: target.head or 0)}
+    panels = {point: np.full((1 + max(used) - min(used), count), np.nan) for point, count in heads.items()}
     for target, (value,) in zip(grid.sites, colored):
-        panels[target.site.point][target.site.layer, target.head] = value
+        panels[target.site.point][(target.site.layer or 0) - min(used), target.head or 0] = value
     return panels
 
 
