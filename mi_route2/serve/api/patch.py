@@ -62,7 +62,7 @@ async def _ids(prompt: str | list[int], server: Server, name: str) -> list[int]:
     return ids
 
 
-async def _aligned(body: AlignIn | CellIn | PairIn, server: Server) -> tuple[list[int], list[int], Alignment]:
+async def _aligned(body: AlignIn | CellIn, server: Server) -> tuple[list[int], list[int], Alignment]:
     clean, corrupt = await _ids(body.clean, server, "clean"), await _ids(body.corrupt, server, "corrupt")
     try:
         return clean, corrupt, align(clean, corrupt)
@@ -108,11 +108,14 @@ PLAIN = (*PAIR, "sites", "alpha", "heads", "together")
 
 @routes.post("/v1/patch_sweep")
 async def patch_sweep(body: SweepIn, server: TheServer, request: Request) -> Response:
-    """Patch every selected site at every position, and score each; whole, or cell by cell as a stream. Estimates come at once."""
+    """Patch every selected site at every position, and score each; whole, or cell by cell as a stream.
+
+    The stream of an estimate is its summary alone.
+    """
     if body.method != "exact":
         grid = await _estimated(body, server)
         note(request, cells=grid.values.size)
-        return Events(await _told(grid, body, server), lambda: None) if body.stream else Json({"grid": grid.to_json()})
+        return Events(_summary(grid), lambda: None) if body.stream else Json({"grid": grid.to_json()})
     _refuse_many(server)
     server.sweeping += 1
     places = 1
@@ -193,27 +196,9 @@ async def _estimated(body: SweepIn, server: Server) -> Grid:
     return await _at_once(run, server)
 
 
-async def _told(grid: Grid, body: SweepIn, server: Server) -> AsyncGenerator[str, None]:
-    """Return the events of a grid that is done."""
-    clean, corrupt, alignment = await _aligned(body, server)
-    sources = {i: source for i in range(len(corrupt)) if (source := alignment.source(i)) is not None}
-    cells = [[i, j, number(value)] for i, row in enumerate(grid.to_numpy()) for j, value in enumerate(row) if value == value]
-
-    async def events() -> AsyncGenerator[str, None]:
-        yield _start(
-            grid.sites,
-            ["all"] if grid.together else grid.labels,
-            grid.columns,
-            [skip.position for skip in grid.skipped],
-            _differs(clean, corrupt, sources),
-            (grid.clean, grid.corrupt),
-            len(cells),
-        )
-        yield _event("cell", {"cells": cells})
-        yield _event("summary", {"grid": grid.to_json()})
-        yield "data: [DONE]\n\n"
-
-    return events()
+async def _summary(grid: Grid) -> AsyncGenerator[str, None]:
+    yield _event("summary", {"grid": grid.to_json()})
+    yield "data: [DONE]\n\n"
 
 
 async def _asked(body: PairIn, server: Server) -> dict[str, Any]:
@@ -276,20 +261,6 @@ def _event(name: str, data: Any) -> str:
     return f"event: {name}\ndata: {dumps(data)}\n\n"
 
 
-def _start(
-    rows: Sequence[Target],
-    columns: Sequence[str],
-    positions: Sequence[int | None],
-    skipped: Sequence[int],
-    differs: Sequence[int],
-    scores: tuple[float, float],
-    total: int,
-) -> str:
-    clean, corrupt = map(number, scores)
-    told = {"rows": list(map(str, rows)), "columns": list(columns), "positions": list(positions), "skipped": list(skipped)}
-    return _event("start", told | {"differs": list(differs), "clean": clean, "corrupt": corrupt, "total": total})
-
-
 async def _streamed(request: Request, job: SweepJob, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
     """Yield the events of a sweep: start, cells as they come, the summary, before which the client may begin the next one."""
     sweep = job.sweep
@@ -297,14 +268,19 @@ async def _streamed(request: Request, job: SweepJob, server: Server, free: Calla
     rows = {target: i for i, target in enumerate(sweep.targets)}
     places = [None] if question.together else list(question.positions)
     columns: dict[int | None, int] = {position: i for i, position in enumerate(places)}
-    yield _start(
-        sweep.targets,
-        ["all"] if question.together else [question.corrupt.labels[i] for i in question.positions],
-        places,
-        [column.position for column in question.skipped],
-        _differs(question.clean.tokens, question.corrupt.tokens, question.sources),
-        sweep.pair.scores,
-        sweep.total,
+    clean, corrupt = sweep.pair.scores
+    yield _event(
+        "start",
+        {
+            "rows": [str(target) for target in sweep.targets],
+            "columns": ["all"] if question.together else [question.corrupt.labels[i] for i in question.positions],
+            "positions": places,
+            "skipped": [column.position for column in question.skipped],
+            "differs": _differs(question.clean.tokens, question.corrupt.tokens, question.sources),
+            "clean": number(clean),
+            "corrupt": number(corrupt),
+            "total": sweep.total,
+        },
     )
     async for finished in job:
         cells = [[rows[cell.target], columns[cell.position], number(cell.value)] for cell in finished.cells]

@@ -175,6 +175,7 @@ async function sweep() {
     for await (const { event, data } of events("/v1/patch_sweep", asked, control.signal)) {
       // A sweep that is refused leaves the grid of the one before, whose cells are of its prompts
       if (event === "start") swept = asked;
+      if (event === "summary") estimated(data, asked);
       receive(event, data);
     }
     say("The sweep is done", true);
@@ -234,6 +235,15 @@ function filled(cells) {
   const done = map.values.size;
   $("sweep-progress").value = done;
   say(`${done} of ${map.total} cells`);
+}
+
+/** An estimate comes without a start, whose place its grid takes. */
+function estimated({ grid }, asked) {
+  if (asked.method === "exact") return;
+  swept = asked;
+  const { sites: rows, labels: columns, positions, skipped, clean, corrupt, values } = grid;
+  const differs = [...document.querySelectorAll("#strip .differs")].map(node => Number(node.dataset.position));
+  started({ rows, columns, positions, skipped: skipped.map(skip => skip.position), differs, clean, corrupt, total: values.flat().length });
 }
 
 function ended({ grid, summary }) {
