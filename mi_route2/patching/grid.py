@@ -2,8 +2,8 @@
 
 import html
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,9 +68,11 @@ class Grid:
         alignment: Alignment of the two prompts.
         layers: Number of layers of the model.
         together: True if all positions are patched at once.
-        kind: ``patch`` for scores of runs, ``attribution`` for first-order estimates of them, ``path`` for path patching.
+        kind: ``patch`` for scores of runs, ``attribution`` for estimates of them, ``path`` for path patching.
         forwards: Kind of forwards that ran.
         seconds: Time by stage.
+        pairs: Grids of the single pairs of prompts, if this one has their means. Positions, ``at`` and alignment are then those of
+            the first pair.
 
     Examples:
         >>> best = grid.top(3)  # the cells that recover most
@@ -95,6 +97,7 @@ class Grid:
     kind: str = "patch"
     forwards: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    pairs: tuple["Grid", ...] = ()
 
     def __post_init__(self) -> None:
         if self.values.shape != (len(self.sites), len(self.columns)) or len(self.labels) != len(self.positions):
@@ -126,6 +129,11 @@ class Grid:
     def effect(self) -> Float[np.ndarray, "sites columns"]:
         """Change of the score, ``values - corrupt``."""
         return self.values - self.corrupt
+
+    @cached_property
+    def interval(self) -> Float[np.ndarray, "2 sites columns"]:
+        """Bounds of the 95% t interval of the mean ``effect`` over ``pairs``; ``ValueError`` for fewer than two pairs."""
+        return t_interval(np.stack([pair.effect for pair in self.pairs]) if self.pairs else self.effect[None])
 
     @property
     def defined(self) -> bool:
@@ -226,10 +234,11 @@ class Grid:
     def __repr__(self) -> str:
         rows, (peak, what) = len(self.sites), (self.argabs, "recovers" if self.defined else "changes the score by")
         columns = "all positions together" if self.together else f"{len(self.columns)} positions"
+        over = f", mean of {len(self.pairs)} pairs" if self.pairs else ""
         change = (peak.value - self.corrupt) / (self.clean - self.corrupt if self.defined else 1.0)
         return (
-            f"Grid({self.metric}, {rows} sites x {columns}, {self.kind}: clean {self.clean:.4g}, corrupt {self.corrupt:.4g}, noise "
-            f"{self.noise_floor:.1g}; furthest {peak.target}{'' if peak.position is None else f' at {peak.position}'}: "
+            f"Grid({self.metric}, {rows} sites x {columns}, {self.kind}{over}: clean {self.clean:.4g}, corrupt {self.corrupt:.4g}, "
+            f"noise {self.noise_floor:.1g}; furthest {peak.target}{'' if peak.position is None else f' at {peak.position}'}: "
             f"{peak.value:.4g}, {what} {change:.3g})"
         )
 
@@ -240,6 +249,8 @@ class Grid:
     def to_pandas(self) -> "pd.DataFrame":
         """Return a data frame with one row per cell: site, layer, point, head, position, token, value, recovered.
 
+        Means over two pairs or more also have ``low`` and ``high``, the ``interval`` of their effect.
+
         Missing entries: the layer of the unembedding, the position if all are patched together, ``recovered`` if it is not
         ``defined``.
         """
@@ -249,6 +260,7 @@ class Grid:
         targets = [target for target in self.sites for _ in self.columns]
         tokens = ("all",) if self.together else self.labels
         recovered = self.recovered if self.defined else np.full(shape, np.nan)
+        bounds = dict(zip(("low", "high"), self.interval.reshape(2, -1))) if len(self.pairs) > 1 else {}
         whole = pd.Int64Dtype()
         return pd.DataFrame(
             {
@@ -260,6 +272,7 @@ class Grid:
                 "token": [*tokens] * shape[0],
                 "value": self.values.ravel(),
                 "recovered": recovered.ravel(),
+                **bounds,
             }
         )
 
@@ -340,6 +353,7 @@ def _said(grid: Grid) -> dict[str, Any]:
         "replicas": list(grid.replicas),
         "skipped": [asdict(skip) for skip in grid.skipped],
         "alignment": asdict(grid.alignment),
+        "pairs": [{**_said(pair), "values": _rows(pair.values)} for pair in grid.pairs],
     }
 
 
@@ -358,6 +372,53 @@ def _grid(said: dict[str, Any], values: np.ndarray) -> Grid:
         skipped=tuple(Skip(**skip) for skip in said["skipped"]),
         alignment=Alignment(**said["alignment"]),
         values=values,
+        pairs=tuple(_grid(pair, np.array(pair["values"], dtype=float)) for pair in said.get("pairs", ())),
+    )
+
+
+LEVEL = 0.95
+_TOLD = 3
+"""Most tokens of different pairs in one label."""
+
+
+def t_interval(values: np.ndarray) -> np.ndarray:
+    """Return both bounds ``[2 ...]`` of the 95% t interval of the mean over the first axis, which needs two values or more."""
+    from scipy.special import stdtrit  # the import takes a fifth of a second
+
+    if (n := len(values)) < 2:
+        raise ValueError("an interval needs at least two pairs of prompts: give lists of clean and corrupt prompts")
+    half = stdtrit(n - 1, (1 + LEVEL) / 2) * values.std(0, ddof=1) / n**0.5
+    return np.stack([values.mean(0) - half, values.mean(0) + half])
+
+
+def mean_grid(grids: Sequence[Grid], named: bool) -> Grid:
+    """Return the grid of means over pairs of prompts, whose positions are ``named`` or must be the same in all.
+
+    Raises:
+        ValueError: Positions that cannot be compared.
+    """
+    first = grids[0]
+    for number, grid in enumerate(grids):
+        same = named or (grid.alignment, grid.positions) == (first.alignment, first.positions)
+        fits = same and np.array_equal(np.isnan(grid.values), np.isnan(first.values))
+        if not (fits or first.together):
+            raise ValueError(
+                f"the positions of pair {number} are not those of pair 0, so they have no mean: choose pairs of equal lengths, "
+                "name positions by texts or Span, or pass together=True"
+            )
+    tokens = [dict.fromkeys(column) for column in zip(*(grid.labels for grid in grids))]
+    return replace(
+        first,
+        labels=first.labels
+        if first.together
+        else tuple("/".join(list(some)[:_TOLD]) + "/..." * (len(some) > _TOLD) for some in tokens),
+        grader=Grader.of_mean([grid.grader for grid in grids]),
+        values=np.mean([grid.values for grid in grids], 0),
+        **{name: float(np.mean([getattr(grid, name) for grid in grids])) for name in ("clean", "corrupt")},
+        replicas=tuple(map(float, np.mean([grid.replicas for grid in grids], 0))),
+        resolution=max(grid.resolution for grid in grids),
+        seconds={name: sum(grid.seconds[name] for grid in grids) for name in first.seconds},
+        pairs=tuple(grids),
     )
 
 
@@ -471,26 +532,42 @@ def draw(grid: Grid, path: Path) -> Path:
     from mi_route2.plots import PAGE_WIDTH, new_figure, save_figure, style
 
     colored, what, reach = _colored(grid)
-    rows, columns = colored.shape
-    ticks = _ticks(grid)
-    margin = _MARGIN + _LETTER * max(0, max(map(len, ticks)) - _SHORT)
-    height, width = min(_TALLEST, margin + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
+    by_head = len(grid.columns) == 1 and all(target.head is not None for target in grid.sites)
+    panels = _by_head(grid, colored) if by_head else {"": colored}
+    low = min(target.site.layer or 0 for target in grid.sites) if by_head else 0
+    (rows, columns), ticks = next(iter(panels.values())).shape, [] if by_head else _ticks(grid)
+    margin = _MARGIN + _LETTER * max(0, max(map(len, ticks), default=0) - _SHORT)
+    height, width = min(_TALLEST, margin + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns * len(panels)))
     with style():
         figure = new_figure(width, height)
-        axes = figure.add_subplot()
-        image = axes.imshow(
-            colored, aspect="auto", origin="lower", cmap=_colors(), vmin=-reach, vmax=reach, interpolation="nearest"
-        )
-        axes.grid(visible=False)
-        # matplotlib reads a text between two dollars as mathematics
-        axes.set_xticks(range(columns), [tick.replace("$", r"\$") for tick in ticks], rotation=90)
-        axes.set_yticks(range(rows), [str(target) for target in grid.sites])
-        if grid.at in grid.columns:
-            axes.get_xticklabels()[grid.positions.index(grid.at)].set_fontweight("bold")
-        axes.set_xlabel("token of the corrupt prompt")
-        axes.set_title(_title(grid))
-        figure.colorbar(image, ax=axes, label=what, shrink=min(1.0, 3 / height))
+        for axes, (name, panel) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+            image = axes.imshow(
+                panel, aspect="auto", origin="lower", cmap=_colors(), vmin=-reach, vmax=reach, interpolation="nearest"
+            )
+            axes.grid(visible=False)
+            if by_head:
+                axes.set(xlabel=f"head of {name}", ylabel="layer", xticks=range(panel.shape[1]))
+                axes.set_yticks(range(rows), [str(low + row) for row in range(rows)])
+                continue
+            # matplotlib reads a text between two dollars as mathematics
+            axes.set_xticks(range(columns), [tick.replace("$", r"\$") for tick in ticks], rotation=90)
+            axes.set_yticks(range(rows), [str(target) for target in grid.sites])
+            if grid.at in grid.columns:
+                axes.get_xticklabels()[grid.positions.index(grid.at)].set_fontweight("bold")
+            axes.set_xlabel("token of the corrupt prompt")
+        figure.suptitle(_title(grid))
+        figure.colorbar(image, ax=figure.axes, label=what, shrink=min(1.0, 3 / height))
         return save_figure(figure, path)
+
+
+def _by_head(grid: Grid, colored: Float[np.ndarray, "sites 1"]) -> dict[str, Float[np.ndarray, "layers h"]]:
+    """Return the values of each point by layer, from the first one on, and head; those that were not patched are NaN."""
+    used = [target.site.layer or 0 for target in grid.sites]
+    heads = {target.site.point: 1 + (target.head or 0) for target in sorted(grid.sites, key=lambda target: target.head or 0)}
+    panels = {point: np.full((1 + max(used) - min(used), count), np.nan) for point, count in heads.items()}
+    for target, (value,) in zip(grid.sites, colored):
+        panels[target.site.point][(target.site.layer or 0) - min(used), target.head or 0] = value
+    return panels
 
 
 def _ticks(grid: Grid) -> list[str]:

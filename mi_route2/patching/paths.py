@@ -1,9 +1,7 @@
-"""Path patching, the direct effect of a sender through a receiver, and attribution patching, the first-order estimate of a patch.
+"""Path patching: the direct effect of a sender through a receiver (Goldowsky-Dill et al., arXiv:2304.05969).
 
-Attribution patching estimates a score as ``corrupt score + (patched - corrupt value) . d score / d value`` (Nanda, "Attribution
-Patching", 2023). Path patching (Goldowsky-Dill et al., arXiv:2304.05969) runs the corrupt prompt twice: run 1 patches the sender
-with every other attention and MLP output held at its corrupt value, and records the receivers; run 2 sets the receivers to those
-values.
+The corrupt prompt runs twice. Run 1 patches the sender with every other attention and MLP output held at its corrupt value, and
+records the receivers. Run 2 sets the receivers to those values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,90 +17,14 @@ from tqdm import tqdm
 
 from mi_route2.checks import checked
 from mi_route2.hosts.base import Edit, Host, one_after_another
+from mi_route2.patching.attribution import OUTPUTS
 from mi_route2.patching.forwards import PatchedRow, Whole, plan, with_idle, writing
 from mi_route2.patching.grid import Grid
-from mi_route2.patching.question import CleanRun, Given, Metric, Positions, ask, places, widened
+from mi_route2.patching.question import CleanRun, Given, Metric, Positions, ask, places
 from mi_route2.patching.sweep import REPLICAS, Pair, record, refuse_few
 from mi_route2.patching.targets import Choice, Target, choose
 from mi_route2.sites import Site, precedes
 from mi_route2.steering.specs import patch
-
-
-@checked
-@torch.inference_mode(False)  # in which nothing has a gradient, whatever the metric
-def attribute(
-    host: Host,
-    *,
-    clean: Given | CleanRun,
-    corrupt: Given,
-    sites: Choice,
-    positions: Positions = None,
-    answer: int | str | None = None,
-    foil: int | str | None = None,
-    metric: Metric = "logit_diff",
-    alpha: float = 1.0,
-    heads: bool = False,
-    at: int | None = None,
-    tokenizer: Any = None,
-    together: bool = False,
-) -> Grid:
-    """Estimate every cell of ``sweep`` from one gradient (``kind="attribution"``); arguments are the same.
-
-    It takes two recorded forwards, and one more with its backward, on every host and architecture. The parameters' ``.grad`` are
-    unchanged.
-
-    Raises:
-        ValueError: As in ``sweep``, or the metric has no gradient.
-        KeyError: As in ``sweep``.
-    """
-    began, alpha = perf_counter(), float(alpha)
-    question = ask(host, clean, corrupt, positions, metric, answer, foil, at, alpha=alpha, tokenizer=tokenizer, together=together)
-    chosen = choose(host, sites)
-    sites_used = list(dict.fromkeys(target.site for target in chosen))
-    pair = record(Whole(host), question, sites_used)
-    targets, slopes = pair.split(chosen, heads), gradients(host, pair, sites_used)
-    prepared = perf_counter()
-    values = {}
-    for target in targets:
-        here, source = pair.values(target)
-        slope = slopes[target.site] if target.head is None else slopes[target.site][:, target.head]
-        # The difference of half-precision numbers would lose the digits that the gradient is multiplied with.
-        step = widened(patch(here, source, alpha)) - widened(here)
-        change = (step * widened(slope)).flatten(1).sum(1)
-        for position, columns in question.columns:
-            values[target, position] = pair.scores[1] + float(change[list(columns)].sum())
-    seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}
-    layers = len(host.layers())
-    return pair.grid(targets, values, layers=layers, alpha=alpha, kind="attribution", forwards="whole", seconds=seconds)
-
-
-def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
-    """Return ``d score / d value`` of the corrupt run at every site, ``[p ...]`` at the positions that can be patched."""
-    question, exposed = pair.question, dict[Site, Tensor]()
-    device = pair.corrupt.logits.device
-    tokens = torch.tensor([question.corrupt.tokens[: question.at + 1]], device=device)
-    with torch.enable_grad(), host.hooks({site: partial(_expose, exposed, site) for site in sites}):
-        logits = host.logits(tokens)[:, -1]
-        score = question.grader(logits, pair.clean.logits).sum()
-        if not score.requires_grad:
-            raise ValueError(
-                f"the metric {question.grader.metric} has no gradient: compute it with torch from the logits, or call sweep"
-            )
-        # not ``backward``, which would add to the parameters' ``.grad``; a value that the score does not depend on has no slope
-        slopes = torch.autograd.grad(score, [exposed[site] for site in sites], allow_unused=True)
-    index = torch.tensor(list(question.sources), device=device)
-    return {
-        site: (torch.zeros_like(exposed[site]) if slope is None else slope)[0].index_select(0, index)
-        for site, slope in zip(sites, slopes)
-    }
-
-
-def _expose(exposed: dict[Site, Tensor], site: Site, value: Tensor) -> Tensor:
-    exposed[site] = value if value.requires_grad else value.detach().requires_grad_()  # a frozen model has no graph here
-    return exposed[site]
-
-
-_OUTPUTS = ("attn_out", "mlp_out")
 
 
 @checked
@@ -187,7 +109,7 @@ class _Base:
 
     @staticmethod
     def of(running: Whole, tokens: Sequence[int], into: Sequence[Target], known: Sequence[Site]) -> "_Base":
-        receivers, outputs = [target.site for target in into], [site for site in known if site.point in _OUTPUTS]
+        receivers, outputs = [target.site for target in into], [site for site in known if site.point in OUTPUTS]
         values = running.record(tokens, list(dict.fromkeys([*receivers, *outputs])), range(len(tokens))).values
         for target in into:
             if target.head is not None and target.head >= (heads := values[target.site].shape[1]):
@@ -217,7 +139,7 @@ class _Base:
 
 def sublayer_output(site: Site) -> Site | None:
     """Return the output of the attention or MLP that contains the site; ``None`` for the residual stream and for outputs."""
-    if site.point.startswith("resid") or site.point in _OUTPUTS or site.layer is None:
+    if site.point.startswith("resid") or site.point in OUTPUTS or site.layer is None:
         return None
     inside_mlp = site.linear.startswith("mlp") or site.point == "mlp_in"
     return Site(site.layer, "mlp_out" if inside_mlp else "attn_out")

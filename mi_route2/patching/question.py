@@ -136,8 +136,8 @@ METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType({"logit_diff": ("answe
 Metric = str | Callable[[Tensor], Any]
 """One of ``METRICS``, or a function of a run's logits ``[v]`` at the scored position that returns one number."""
 
-_FUNCTION = "function "
-"""Prefix of a function's name; because of the space, it cannot be confused with a name of ``METRICS``."""
+_FUNCTION, _MEAN = "function ", "mean of "
+"""Prefixes of a function's name, and of a metric over several pairs; because of the space, no name of ``METRICS`` has them."""
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,17 @@ class Grader:
         """Return the grader of a metric as the caller gave it."""
         if not isinstance(metric, str):
             return Grader(_FUNCTION + getattr(metric, "__name__", type(metric).__name__), answer, foil, metric)
-        if metric.startswith(_FUNCTION):
+        if metric.startswith((_FUNCTION, _MEAN)):
             raise ValueError(f"the metric {metric!r} is only the name of a function, from a saved grid: give the function itself")
         return Grader(metric, answer, foil)
 
+    @staticmethod
+    def of_mean(graders: Sequence["Grader"]) -> "Grader":
+        """Return the grader of mean scores: that of all pairs, or only a name if their tokens differ."""
+        return graders[0] if len(set(graders)) == 1 else Grader(_MEAN + graders[0].metric)
+
     def __post_init__(self) -> None:
-        custom = self.metric.startswith(_FUNCTION)
+        custom = self.metric.startswith((_FUNCTION, _MEAN))
         if self.metric not in METRICS and not custom:
             raise ValueError(f"unknown metric {self.metric!r}: choose among {', '.join(METRICS)}, or give a function of the logits")
         for name in ("answer", "foil"):
@@ -187,7 +192,7 @@ class Grader:
     def __call__(self, logits: Float[Tensor, "n v"], clean: Float[Tensor, " v"]) -> Float[Tensor, " n"]:
         """Return every row's score, in nats or logits; ``clean`` are the clean run's logits."""
         wide = widened(logits)  # the difference of two logits in half precision would lose its digits
-        if self.metric.startswith(_FUNCTION):
+        if self.metric.startswith((_FUNCTION, _MEAN)):
             return torch.stack([self._custom(row) for row in wide])
         if self.metric == "logit_diff":
             return wide[:, self.answer] - wide[:, self.foil]
@@ -327,6 +332,44 @@ def _read_text(text: str, tokenizer: Any, name: str) -> Prompt:
 
 def _labels(tokens: tuple[int, ...], tokenizer: Any) -> tuple[str, ...]:
     return tuple(str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in tokens)
+
+
+Prompts = Sequence[Any]
+"""Several prompts, each as ``Given`` or a ``CleanRun``."""
+
+Answers = None | int | str | Sequence[int | str]
+"""A token as an id or a text, or one for each of several pairs of prompts."""
+
+
+def each_pair(asked: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the arguments of every pair, if ``asked`` are those of several pairs of prompts; ``None`` for one pair.
+
+    Raises:
+        ValueError: Numbers of prompts, answers or foils that do not fit.
+    """
+    several = {name: _several(asked[name]) for name in ("clean", "corrupt")}
+    if not any(several.values()):
+        return None
+    lists = {name: asked[name] for name in several}
+    lists |= {name: asked[name] for name in ("answer", "foil") if isinstance(asked.get(name), list | tuple)}
+    counts = {name: len(values) if several.get(name, True) else 1 for name, values in lists.items()}
+    if not all(several.values()) or len(set(counts.values())) > 1:
+        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise ValueError(f"several pairs of prompts need as many of each, not {told}: give lists of one length")
+    return [{**asked, **dict(zip(lists, values))} for values in zip(*lists.values())]
+
+
+def _several(prompts: Any) -> bool:
+    """Return whether this is a list of prompts, and not one prompt as a list of token ids."""
+    if not isinstance(prompts, list | tuple) or not prompts:
+        return False
+    return isinstance(prompts[0], str | CleanRun | Sequence) or getattr(prompts[0], "ndim", 0) > 0
+
+
+def named(wanted: Positions) -> bool:
+    """Return whether positions are texts or spans alone, which mean the same in prompts of different lengths."""
+    parts = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
+    return all(isinstance(part, str | Span) for part in parts)
 
 
 def places(wanted: Positions, prompt: Prompt) -> tuple[int, ...]:
@@ -516,8 +559,8 @@ def ask(
     corrupt: Given,
     positions: Positions,
     metric: Metric,
-    answer: int | str | None,
-    foil: int | str | None,
+    answer: Answers,
+    foil: Answers,
     at: int | None,
     *,
     alpha: float,

@@ -1,7 +1,8 @@
 """Patch sweep: the clean and the corrupt run of a question, and the grid of scores between them."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from time import perf_counter
 from typing import Any
 
@@ -24,8 +25,8 @@ from mi_route2.patching.forwards import (
     plan,
     with_idle,
 )
-from mi_route2.patching.grid import Cell, Grid
-from mi_route2.patching.question import CleanRun, Given, Metric, Positions, Question, ask
+from mi_route2.patching.grid import Cell, Grid, mean_grid
+from mi_route2.patching.question import Answers, CleanRun, Given, Metric, Positions, Prompts, Question, ask, each_pair, named
 from mi_route2.patching.targets import Choice, Target, choose, seen_by, split
 from mi_route2.sites import Site
 from mi_route2.steering.specs import patch
@@ -366,16 +367,29 @@ def _cells(
     return known, rows
 
 
+def over_pairs(single: Callable[..., Grid]) -> Callable[..., Grid]:
+    """Give a function of one pair of prompts also lists of pairs, for which it returns the grid of means."""
+
+    @wraps(single)
+    def call(host: Host, **asked: Any) -> Grid:
+        if (pairs := each_pair(asked)) is None:
+            return single(host, **asked)
+        return mean_grid([single(host, **pair) for pair in pairs], named(asked.get("positions")))
+
+    return call
+
+
 @checked
+@over_pairs
 def sweep(
     host: Host,
     *,
-    clean: Given | CleanRun,
-    corrupt: Given,
+    clean: Given | CleanRun | Prompts,
+    corrupt: Given | Prompts,
     sites: Choice,
     positions: Positions = None,
-    answer: int | str | None = None,
-    foil: int | str | None = None,
+    answer: Answers = None,
+    foil: Answers = None,
     metric: Metric = "logit_diff",
     alpha: float | int = 1.0,
     heads: bool = False,
@@ -392,12 +406,13 @@ def sweep(
 
     Args:
         host: the model.
-        clean: the prompt whose values are patched in: token ids, a text (with a ``tokenizer``), or a ``CleanRun``.
-        corrupt: the prompt that is run. If its length differs from the clean one's, the two are aligned (``align``).
+        clean: the prompt whose values are patched in: token ids, a text (with a ``tokenizer``), or a ``CleanRun``; or a list of
+            prompts, for means over pairs (``Grid.pairs``).
+        corrupt: the prompt that is run, or as many. If its length differs from the clean one's, the two are aligned (``align``).
         sites: a point for all layers (``"resid_pre"``, ``"kept_a"``), a glob (``"blocks.*.attn.q.kept_a"``), a ``Site``, a
             ``Target`` (one head), or several of these.
         positions: of the corrupt prompt: numbers, texts or ``Span``; all if ``None``.
-        answer: one token, an id or a text. ``kl`` and functions take none.
+        answer: one token, an id or a text; for several pairs, one or one each. ``kl`` and functions take none.
         foil: likewise, for ``logit_diff`` only.
         metric: ``logit_diff``, ``logprob`` (nats), ``kl`` of the clean from the patched distribution (nats), or a function of one
             run's logits ``[v]`` at the scored position, in float64, that returns a number.
@@ -417,7 +432,7 @@ def sweep(
     Raises:
         KeyError: An unknown site.
         ValueError: A position outside of the prompt, a token that the model lacks, an answer of several tokens, prompts that cannot
-            be aligned, or a model with active dropout.
+            be aligned, pairs whose positions cannot be compared, or a model with active dropout.
         RuntimeError: A site that does not fire.
 
     Examples:

@@ -173,7 +173,7 @@ class PatchStudy:
             sites: Sites, points, globs or heads.
             positions: Positions of the corrupt prompt; all if ``None``.
             progress: Called with the cells as they come.
-            **fields: ``metric``, ``alpha``, ``heads``, ``together``, ``at``, ``replicas``.
+            **fields: ``metric``, ``alpha``, ``heads``, ``together``, ``at``, ``replicas``; ``method``, ``steps``.
         """
         named = [sites] if isinstance(sites, str | Site | Target) else list(sites)
         body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "sites": _plain(named), "stream": True}
@@ -192,6 +192,13 @@ class PatchStudy:
             elif name == "summary":
                 return Grid.from_json(value["grid"])
         raise ServerError("the server ended the sweep without a summary: is it still running?", 0, "broken")
+
+    def edges(self, clean: Any, corrupt: Any, **fields: Any) -> dict[str, Any]:
+        """Return the strongest edges as node-link data (``graph``), their number, and the ``faithfulness`` of circuits.
+
+        ``fields`` are those of ``mi_route2.patching.edges``, and ``k`` edges to return; ``kept`` are sizes of circuits.
+        """
+        return self._call("POST", "/v1/edges", _plain({"clean": _ids(clean), "corrupt": _ids(corrupt), **fields}))
 
     def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **fields: Any) -> dict[str, Any]:
         """Return the completion with one value patched in (``text``), and its most likely first tokens (``top``)."""

@@ -1,11 +1,12 @@
 """``python -m studies.benchmarks NAME``: print the paired ratios of one benchmark.
 
-    routing   a routed training step against PEFT's LoRA and a plain backward
-    hosts     a forward with hooks against one without, and against TransformerLens
-    sweeps    a patch sweep against TransformerLens's own loop
-    engine    the generation engine against transformers' generate
-    serve     completions over HTTP against the engine in this process
-    jail      a grade in the jail against a child process without one
+    routing      a routed training step against PEFT's LoRA and a plain backward
+    hosts        a forward with hooks against one without, and against TransformerLens
+    sweeps       a patch sweep against TransformerLens's own loop
+    attribution  estimates of heads, MLPs and edges against exact sweeps
+    engine       the generation engine against transformers' generate
+    serve        completions over HTTP against the engine in this process
+    jail         a grade in the jail against a child process without one
 
 ``NAME --help`` lists the options.
 """
@@ -17,7 +18,7 @@ from importlib import import_module
 
 import tyro
 
-NAMES = ("routing", "hosts", "sweeps", "engine", "serve", "jail")
+NAMES = ("routing", "hosts", "sweeps", "attribution", "engine", "serve", "jail")
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**26),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),

@@ -1,21 +1,25 @@
 """Routes of patching: tokenization, alignment, patch sweeps cell by cell, and one patched answer."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from fastapi import APIRouter, Request, Response
 
-from mi_route2.engine import Capture, Sampling
+from mi_route2.engine import Capture, Engine, Sampling
 from mi_route2.engine import Request as EngineRequest
+from mi_route2.patching.attribution import STEPS, attribute
+from mi_route2.patching.edges import Graph, edges
+from mi_route2.patching.grid import Grid
 from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, Span, align, one_token
 from mi_route2.patching.sweep import TooManyCellsError
-from mi_route2.patching.targets import Target
+from mi_route2.patching.targets import Target, choose
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
-from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn, sentence_of
+from mi_route2.serve.api.schema import AlignIn, CellIn, EdgesIn, PairIn, SpanIn, SweepIn, TokenizeIn, sentence_of
 from mi_route2.serve.http import ApiError, BodyRoute, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.owner import SweepJob
 from mi_route2.serve.state import Server, TheServer
@@ -97,20 +101,22 @@ def _differs(clean: Sequence[int] | None, corrupt: Sequence[int], sources: Mappi
 # Sweeps
 
 
-PLAIN = ("clean", "corrupt", "sites", "metric", "alpha", "heads", "together", "at", "replicas")
-"""Fields of a sweep's body that are arguments of ``patching.prepare`` as they are."""
+PAIR = ("clean", "corrupt", "metric", "at")
+PLAIN = (*PAIR, "sites", "alpha", "heads", "together")
+"""Fields of a body that are arguments of ``patching.edges``, or ``patching.prepare``, as they are."""
 
 
 @routes.post("/v1/patch_sweep")
 async def patch_sweep(body: SweepIn, server: TheServer, request: Request) -> Response:
-    """Patch every selected site at every position, and score each; whole, or cell by cell as a stream."""
-    if server.sweeping >= server.limits.sweeps:
-        raise ApiError(
-            429,
-            f"{server.sweeping} sweeps are running, which is the limit: wait for one to end",
-            code="too_many_sweeps",
-            headers={"Retry-After": "2"},
-        )
+    """Patch every selected site at every position, and score each; whole, or cell by cell as a stream.
+
+    The stream of an estimate is its summary alone.
+    """
+    if body.method != "exact":
+        grid = await _estimated(body, server)
+        note(request, cells=grid.values.size)
+        return Events(_summary(grid), lambda: None) if body.stream else Json({"grid": grid.to_json()})
+    _refuse_many(server)
     server.sweeping += 1
     places = 1
     try:
@@ -140,24 +146,88 @@ async def patch_sweep(body: SweepIn, server: TheServer, request: Request) -> Res
         ended()
 
 
-async def _prepared(body: SweepIn, server: Server) -> SweepJob:
+@routes.post("/v1/edges")
+async def scored_edges(body: EdgesIn, server: TheServer) -> Response:
+    """Return the strongest edges between components as node-link data, and the faithfulness of circuits of ``kept`` edges."""
+    asked = {name: getattr(body, name) for name in (*PAIR, "method", "steps")} | await _asked(body, server)
+
+    def run(engine: Engine) -> tuple[Graph, list[float]]:
+        graph = edges(engine.host, **asked)
+        return graph, graph.faithfulness(body.kept).tolist() if body.kept else []
+
+    graph, shares = await _at_once(run, server)
+    return Json({"graph": graph.to_json(body.k), "faithfulness": shares, "total": len(graph)})
+
+
+def _refuse_many(server: Server) -> None:
+    if server.sweeping >= server.limits.sweeps:
+        raise ApiError(
+            429,
+            f"{server.sweeping} sweeps are running, which is the limit: wait for one to end",
+            code="too_many_sweeps",
+            headers={"Retry-After": "2"},
+        )
+
+
+async def _at_once(function: Callable[[Engine], Any], server: Server) -> Any:
+    """Run a function as one sweep, between two steps of the engine."""
+    _refuse_many(server)
+    server.sweeping += 1
+    try:
+        with _refusing():
+            return await server.owner.call(function)
+    finally:
+        server.sweeping -= 1
+
+
+async def _estimated(body: SweepIn, server: Server) -> Grid:
+    asked = {name: getattr(body, name) for name in (*PLAIN, "method", "steps")} | await _asked(body, server)
+    asked["positions"] = _positions(body)
+    length = len(await _ids(body.corrupt, server, "corrupt"))
+
+    def run(engine: Engine) -> Grid:
+        cells = len(choose(engine.host, body.sites)) * (length if body.positions is None else len(body.positions))
+        if (cost := cells * ((body.steps or STEPS) if body.method == "ig" else 1)) > server.limits.cells:
+            raise TooManyCellsError(
+                f"{cost} cells (times steps) are more than {server.limits.cells}: name fewer sites or positions"
+            )
+        return attribute(engine.host, **asked)
+
+    return await _at_once(run, server)
+
+
+async def _summary(grid: Grid) -> AsyncGenerator[str, None]:
+    yield _event("summary", {"grid": grid.to_json()})
+    yield "data: [DONE]\n\n"
+
+
+async def _asked(body: PairIn, server: Server) -> dict[str, Any]:
+    """Return the tokens of the answers and the tokenizer; ``ApiError`` for prompts that are too long."""
     for name in ("clean", "corrupt"):
         if (length := len(await _ids(getattr(body, name), server, name))) > server.context:
             raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
-    tokens = {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")}
-    positions = None
-    if body.positions is not None:
-        positions = [
-            Span(position.text, position.occurrence) if isinstance(position, SpanIn) else position for position in body.positions
-        ]
+    return {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")} | {"tokenizer": server.engine_tokenizer}
+
+
+def _positions(body: SweepIn) -> list[int | str | Span] | None:
+    if body.positions is None:
+        return None
+    return [Span(position.text, position.occurrence) if isinstance(position, SpanIn) else position for position in body.positions]
+
+
+async def _prepared(body: SweepIn, server: Server) -> SweepJob:
+    asked = {name: getattr(body, name) for name in (*PLAIN, "replicas")} | await _asked(body, server)
+    if body.steps is not None:
+        raise ApiError(400, "an exact sweep takes no steps: leave them out, or set method to ig", param="steps")
+    with _refusing():
+        return await server.owner.sweep(positions=_positions(body), most=server.limits.cells, **asked)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Context: errors of a question are those of the API, with the field that they are about."""
     try:
-        return await server.owner.sweep(
-            positions=positions,
-            tokenizer=server.engine_tokenizer,
-            most=server.limits.cells,
-            **tokens,
-            **{name: getattr(body, name) for name in PLAIN},
-        )
+        yield
     except TooManyCellsError as error:
         raise ApiError(413, str(error)) from error
     except Exception as error:

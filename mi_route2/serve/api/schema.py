@@ -311,24 +311,39 @@ Prompt = Text | Annotated[list[TokenId], Field(min_length=1, max_length=IDS, fai
 Answer = TokenId | Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class SweepIn(Body):
-    """Body of ``POST /v1/patch_sweep``; see ``mi_route2.patching.sweep``."""
+class PairIn(Body):
+    """Two prompts, and the score that tells them apart."""
 
     clean: Prompt
     corrupt: Prompt
     answer: Answer | None = None
     foil: Answer | None = None
     metric: Literal["logit_diff", "logprob", "kl"] = "logit_diff"
+    at: Position | None = None
+    steps: Annotated[int, Field(ge=1, le=100)] | None = None
+
+
+class SweepIn(PairIn):
+    """Body of ``POST /v1/patch_sweep``; see ``mi_route2.patching.sweep``, and ``attribute`` for methods that are not exact."""
+
+    method: Literal["exact", "atp", "atp*", "ig"] = "exact"
     sites: SiteName | Annotated[list[SiteName], Field(min_length=1, max_length=512, fail_fast=True)] = "resid_pre"
     positions: (
         Annotated[list[Position | SpanIn | Annotated[str, Field(max_length=1024)]], Field(max_length=IDS, fail_fast=True)] | None
     ) = None
     heads: bool = False
     together: bool = False
-    at: Position | None = None
     alpha: Number = 1.0
     replicas: Annotated[int, Field(ge=3, le=64)] = 3
     stream: bool = False
+
+
+class EdgesIn(PairIn):
+    """Body of ``POST /v1/edges``; see ``mi_route2.patching.edges``. ``kept`` are the sizes of circuits to measure."""
+
+    method: Literal["eap", "ig"] = "eap"
+    k: Annotated[int, Field(ge=1, le=10_000)] = 100
+    kept: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=16)] = Field(default_factory=list)
 
 
 class CellIn(Body):

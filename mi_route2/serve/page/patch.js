@@ -4,8 +4,9 @@ import { $, chip, clearErrors, escaped, later, make, number, numberOf, remember,
 import { Heatmap } from "./heatmap.js";
 import { events, post } from "./net.js";
 
-const FIELDS = ["clean", "corrupt", "answer", "foil", "metric", "alpha"];
+const FIELDS = ["clean", "corrupt", "answer", "foil", "method", "metric", "alpha"];
 const MAIN = ["resid_pre", "attn_out", "mlp_out", "z", "kept_out", "quarantine_out"]; // the other sites are behind "more"
+const EDGES = 20;
 const HEADED = new Set(["z", "q", "k", "v"]);
 
 let page, map, running, asking;
@@ -149,9 +150,9 @@ function drawColumn({ clean, corrupt, position, differs }) {
 // --- the sweep
 
 function body() {
-  const { clean, corrupt, answer, foil, metric, alpha } = values();
+  const { clean, corrupt, answer, foil, method, metric, alpha } = values();
   const sites = page.sites.filter(name => chosen.has(name)); // in whichever order they were chosen, it is one grid
-  const asked = { clean, corrupt, metric, sites, alpha: numberOf(alpha), heads: sites.some(name => HEADED.has(name)), stream: true };
+  const asked = { clean, corrupt, method, metric, sites, alpha: numberOf(alpha), heads: sites.some(name => HEADED.has(name)), stream: true };
   if (metric !== "kl" && answer) asked.answer = unescaped(answer);
   if (metric === "logit_diff" && foil) asked.foil = unescaped(foil);
   return asked;
@@ -166,9 +167,15 @@ async function sweep() {
   remember({ ...values(), sites: [...chosen].join(","), swept: 1 });
   busy(true);
   try {
+    if (asked.method === "edges") {
+      const { clean, corrupt, answer, foil, metric } = asked;
+      drawEdges(await post("/v1/edges", { clean, corrupt, answer, foil, metric, k: EDGES, kept: [EDGES] }, control.signal));
+      return;
+    }
     for await (const { event, data } of events("/v1/patch_sweep", asked, control.signal)) {
       // A sweep that is refused leaves the grid of the one before, whose cells are of its prompts
       if (event === "start") swept = asked;
+      if (event === "summary") estimated(data, asked);
       receive(event, data);
     }
     say("The sweep is done", true);
@@ -228,6 +235,15 @@ function filled(cells) {
   const done = map.values.size;
   $("sweep-progress").value = done;
   say(`${done} of ${map.total} cells`);
+}
+
+/** An estimate comes without a start, whose place its grid takes. */
+function estimated({ grid }, asked) {
+  if (asked.method === "exact") return;
+  swept = asked;
+  const { sites: rows, labels: columns, positions, skipped, clean, corrupt, values } = grid;
+  const differs = [...document.querySelectorAll("#strip .differs")].map(node => Number(node.dataset.position));
+  started({ rows, columns, positions, skipped: skipped.map(skip => skip.position), differs, clean, corrupt, total: values.flat().length });
 }
 
 function ended({ grid, summary }) {
@@ -296,6 +312,16 @@ function drawHead(site, position, column, value) {
     make("p", { class: "where" }, ...(position === null ? ["all positions"] : [`position ${position} `, make("code", { text: visible(map.columns[column]) })])),
     make("dl", { class: "facts" }, ...facts.map(([name, text]) => make("div", {}, make("dt", { text: name }), make("dd", { text })))),
   );
+}
+
+/** The strongest edges stand where the answer of a cell would. */
+function drawEdges({ graph, faithfulness, total }) {
+  $("cell-head").replaceChildren(
+    make("h2", { text: `${graph.edges.length} strongest of ${total} edges` }),
+    make("p", { class: "where", text: `alone they keep ${number(faithfulness[0], 2)} of the effect` }),
+  );
+  const line = ({ source, target, weight }) => make("tr", {}, make("th", { scope: "row" }, make("code", { text: `${source} → ${target}` })), make("td", { class: "p", text: number(weight) }));
+  $("cell-answer").replaceChildren(make("table", { class: "tops" }, make("tbody", {}, ...graph.edges.map(line))));
 }
 
 function drawAnswer({ text, top }) {

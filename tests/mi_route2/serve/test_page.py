@@ -148,6 +148,25 @@ def test_the_heatmap_is_the_librarys_grid_and_peaks_at_the_known_cell(seen: Seen
     expect(page.locator("#peak")).to_contain_text(f"at {peak.target}, {peak.position} ")
 
 
+def test_estimates_and_edges_are_methods_of_the_page(seen: Seen, served: Served) -> None:
+    page = swept(seen)
+    exact = labels(page, ".cell")
+    page.select_option("#method", "atp*")
+    with page.expect_response("**/v1/patch_sweep"):
+        page.click("#sweep")
+    expect(page.locator("#sweep-cancel")).to_be_hidden()
+    assert len(labels(page, ".cell")) == len(exact)
+    assert labels(page, ".cell") != exact
+    page.select_option("#method", "edges")
+    with page.expect_response("**/v1/edges") as asked:
+        page.click("#sweep")
+    found = asked.value.json()
+    best = found["graph"]["edges"][0]
+    expect(page.locator("#cell-answer tr")).to_have_count(20)
+    expect(page.locator("#cell-answer tr").first).to_contain_text(f"{best['source']} → {best['target']}")
+    expect(page.locator("#cell-head h2")).to_have_text(f"20 strongest of {found['total']} edges")
+
+
 def test_a_link_restores_prompts_sites_and_the_answer_of_a_cell(seen: Seen) -> None:
     page = swept(seen)
     page.fill("#foil", " -")

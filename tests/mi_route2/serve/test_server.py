@@ -13,6 +13,7 @@ from served import OTHER, PROMPT, SITE, TOKEN, Running, bearer, metrics, random_
 
 from mi_route2 import sweep
 from mi_route2.engine import Capture, Engine, Request, Sampling
+from mi_route2.patching import attribute, edges
 from mi_route2.patching.patches import Patch
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.client import PatchStudy, ServerError
@@ -175,12 +176,41 @@ def test_a_sweep_over_http_is_the_sweep_of_the_process(server: Running, client: 
         ({"foil": 10**6}, 400, "foil", "is not a token"),
         ({"metric": "other"}, 422, "metric", "metric"),
         ({"foil": " +"}, 400, "answer", "same token"),
+        ({"steps": 3}, 400, "steps", "an exact sweep takes no steps"),
+        ({"method": "atp", "steps": 3}, 400, None, "no other method any"),
+        ({"method": "ig", "steps": 100}, 413, None, "are more than 200: name fewer sites or positions"),
     ],
 )
 def test_a_sweep_is_refused_before_it_starts(client: PatchStudy, given: Any, status: int, param: str | None, sentence: str) -> None:
     found = refusal(client.sweep, **{"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *", **given})
     assert (found.status, sentence in str(found)) == (status, True), str(found)
     assert found.param == param
+
+
+@pytest.mark.parametrize("given", [{"method": "atp"}, {"method": "atp*", "together": True}, {"method": "ig", "steps": 2}])
+def test_an_estimate_over_http_is_the_librarys(client: PatchStudy, given: Any) -> None:
+    served = random_micro(context=512)
+    asked: dict[str, Any] = {"answer": " +", "foil": " *", "sites": ["z", "q"], "heads": True, "positions": [2, " sub"], **given}
+    truth = attribute(served.host, clean=PROMPT, corrupt=OTHER, tokenizer=served.tokenizer, **asked)
+    found = client.sweep(PROMPT, OTHER, **asked)
+    np.testing.assert_allclose(found.values, truth.values, rtol=0, atol=1e-5)
+    assert (found.kind, found.sites, found.columns) == (truth.kind, truth.sites, truth.columns)
+    whole = client._call("POST", "/v1/patch_sweep", {"clean": PROMPT, "corrupt": OTHER, **asked})
+    assert whole["grid"]["values"] == found.values.tolist()
+
+
+def test_edges_over_http_are_the_librarys(client: PatchStudy) -> None:
+    served = random_micro(context=512)
+    truth = edges(served.host, clean=PROMPT, corrupt=OTHER, answer=" +", foil=" *", tokenizer=served.tokenizer)
+    found = client.edges(PROMPT, OTHER, answer=" +", foil=" *", k=5, kept=[0, 5, len(truth)])
+    assert found["faithfulness"] == pytest.approx(truth.faithfulness([0, 5, len(truth)]).tolist(), abs=1e-4)
+    expected = {(edge.sender, edge.receiver): edge.score for edge in truth.top(5)}
+    assert {(edge["source"], edge["target"]): edge["weight"] for edge in found["graph"]["edges"]} == pytest.approx(
+        expected, abs=1e-5
+    )
+    assert found["total"] == len(truth)
+    for wrong, status in (({"steps": 3}, 400), ({"foil": " +"}, 400), ({"kept": [-1]}, 422), ({"method": "atp"}, 422)):
+        assert refusal(client.edges, PROMPT, OTHER, **{"answer": " +", "foil": " *", **wrong}).status == status
 
 
 def test_a_cell_is_what_the_patched_model_answers(client: PatchStudy) -> None:
