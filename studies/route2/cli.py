@@ -38,7 +38,7 @@ class RunArms:
 
     preset: Annotated[
         str | None,
-        tyro.conf.arg(help=f"strong if not given: one of {', '.join(PRESETS)}; with --model {' or '.join(CHAT_PRESETS)}"),
+        tyro.conf.arg(help=f"strong if not given: one of {', '.join(PRESETS)}; with --model one of {', '.join(CHAT_PRESETS)}"),
     ] = None
     seeds: Seeds = "3"
     arms: Annotated[tuple[str, ...], tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all'")] = MAIN
@@ -128,7 +128,7 @@ class RunArms:
             return get_settings(self.preset or "strong")
         preset = self.preset or "chat"
         if preset not in CHAT_PRESETS:
-            raise ValueError(f"--preset {preset} is of the micro model: with --model give {' or '.join(CHAT_PRESETS)}, or none")
+            raise ValueError(f"--preset {preset} is of the micro model: with --model give one of {', '.join(CHAT_PRESETS)}, or none")
         settings, how = CHAT_PRESETS[preset]
         # absolute, as probes and show may start elsewhere
         chat = replace(ChatModel(str(self.model.absolute()), weights_hash(self.model)), **how)

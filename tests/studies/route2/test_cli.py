@@ -86,7 +86,7 @@ def test_a_preset_of_chat_models_brings_its_sizes_and_one_of_the_micro_model_is_
     assert (settings.prompts * settings.group, settings.chat.max_new) == (256, 1536)
     assert cli.RunArms(model=tmp_path).settings().preset == "chat"
     assert cli.RunArms().settings() == PRESETS["strong"]
-    with pytest.raises(ValueError, match="--preset weak is of the micro model: with --model give chat or qwen3-4b"):
+    with pytest.raises(ValueError, match="--preset weak is of the micro model: with --model give one of chat, smollm2, qwen3-4b"):
         cli.RunArms(model=tmp_path, preset="weak").settings()
     with pytest.raises(ValueError, match="--preset qwen3-4b needs --model"):
         cli.RunArms(preset="qwen3-4b").settings()
