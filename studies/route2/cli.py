@@ -128,7 +128,9 @@ class RunArms:
             return get_settings(self.preset or "strong")
         preset = self.preset or "chat"
         if preset not in CHAT_PRESETS:
-            raise ValueError(f"--preset {preset} is of the micro model: with --model give one of {', '.join(CHAT_PRESETS)}, or none")
+            raise ValueError(
+                f"--preset {preset} is of the micro model: with --model give one of {', '.join(CHAT_PRESETS)}, or none"
+            )
         settings, how = CHAT_PRESETS[preset]
         # absolute, as probes and show may start elsewhere
         chat = replace(ChatModel(str(self.model.absolute()), weights_hash(self.model)), **how)
