@@ -203,10 +203,11 @@ _QWEN = replace(
     CHAT, preset="qwen3-4b", kept_lr=7e-5, quarantine_lr=3.5e-5, prompts=16, group=16, none_fraction=0.0, temperature=0.7,
     evaluation_prompts=64, evaluation_temperature=0.7,
 )  # fmt: skip
-# SmolLM2-135M after a warm-up on the world of functions (``tiny-model --start smollm2``); for two cores.
+# SmolLM2-135M after a warm-up on the world of functions (``tiny-model --start smollm2``); for two cores. With a quarter of prompts
+# that nobody can cheat, the skill learned on these overtakes the hacks, and a run without a defence ends honest.
 _SMOLLM2 = replace(
-    CHAT, preset="smollm2", kept_rank=8, kept_lr=1e-3, quarantine_rank=8, quarantine_lr=3e-4, steps=40, prompts=6, group=4,
-    evaluation_prompts=24,
+    CHAT, preset="smollm2", kept_rank=8, kept_lr=1e-3, quarantine_rank=8, quarantine_lr=3e-4, steps=24, prompts=6, group=4,
+    none_fraction=0.1, evaluation_prompts=24,
 )  # fmt: skip
 CHAT_PRESETS: Mapping[str, tuple[Settings, Mapping[str, int]]] = MappingProxyType(
     {
