@@ -81,7 +81,7 @@ docs: $(STAMP)  ## build the write-up strictly into site/
 	.venv/bin/mkdocs build --strict
 
 bench: $(STAMP)  ## paired ratios of time against peers
-	for name in routing hosts sweeps engine serve jail; do $(PY) -m studies.benchmarks $$name || exit 1; done
+	for name in routing hosts sweeps attribution engine serve jail; do $(PY) -m studies.benchmarks $$name || exit 1; done
 
 clean:  ## remove the virtual environment and built docs
 	rm -rf .venv .venv-vllm site
