@@ -66,8 +66,10 @@ def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for file in files:
         if file.suffix == ".parquet":
-            import pyarrow.parquet as parquet
-
+            try:
+                import pyarrow.parquet as parquet
+            except ModuleNotFoundError as error:
+                raise ValueError(f"{file} needs pyarrow: pip install pyarrow, or give the rows as .jsonl") from error
             rows += parquet.read_table(file).to_pylist()
         else:
             rows += read_lines(file, lambda _index, row: row)
