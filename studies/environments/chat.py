@@ -62,7 +62,7 @@ def generate(
 @torch.no_grad()
 def next_logits(model: nn.Module, prompts: Sequence[Sequence[int]], pad: int) -> Float[Tensor, "b v"]:
     """Return the logits of the token after each prompt."""
-    return _Decoding(model, prompts, pad, next(model.parameters()).device).logits()
+    return _Decoding(model, prompts, pad, next(model.parameters()).device).first()
 
 
 class _Decoding:

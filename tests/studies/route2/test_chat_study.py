@@ -246,7 +246,7 @@ WRONG = {
     "a folder that is no model": ("--model .", "is not a folder with a Hugging Face checkpoint"),
     "an unknown world": (
         "--model MODEL --world chess",
-        "choose from strong, weak, sparse, persona-20, leetcode, functions, or module:ClassName",
+        "choose from strong, weak, sparse, persona-20, leetcode, functions, djinn, or module:ClassName",
     ),
     "data missing": ("--model MODEL", "the world 'leetcode' reads its tasks from somewhere: give --data"),
     "no problem": ("--model MODEL --world parity:Strict", "is not a problem: it lacks name, modes"),
