@@ -382,7 +382,7 @@ def _softmax_hooks(attention: nn.Module, site: Site, edited: Edit) -> list[Remov
             mode.__exit__(None, None, None)
             if output is not None and not mode.seen:
                 raise ValueError(
-                    f"layer {site.layer} calls neither softmax nor sdpa of torch, so its {site.point} is out of reach: load the "
+                    f"layer {site.layer} calls neither softmax nor sdpa of torch, so {site.point} cannot be read: load the "
                     "model with attn_implementation='sdpa'"
                 )
 

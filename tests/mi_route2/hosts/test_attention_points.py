@@ -16,6 +16,8 @@ from transformers.masking_utils import sdpa_mask
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.patching import Target, attribute, sweep
+from mi_route2.runs import RunStore
+from mi_route2.runs.record import record
 from mi_route2.sites import Site, precedes
 
 pytestmark = pytest.mark.hosts
@@ -108,6 +110,22 @@ def test_results_of_heads_add_up_and_act_as_z(family: str, name: str) -> None:
     np.testing.assert_allclose(*grids, atol=1e-11)
 
 
+@pytest.mark.parametrize("family", ["Falcon", "Bloom", "DeepseekV3", "Phi3", "Granite"])
+def test_attention_of_found_classes_is_taken_apart(family: str) -> None:
+    """Shared keys, a bias of positions, a latent projection, a fused one, and outputs that are scaled."""
+    host, tokens = open_host("torch", move_all(make_decoder(family))), TOKENS[:, :6]
+    with torch.no_grad():
+        logits, cache = host.run_with_cache(tokens, names=["pattern", "z", "result", "attn_out"])
+        assert close(logits, host.logits(tokens))
+        with host.hooks({Site(0, "z"): torch.zeros_like}):
+            bias = host.capture([Site(0, "attn_out")], tokens)[Site(0, "attn_out")]
+        assert close(cache["result", 0].sum(2), cache["attn_out", 0] - bias)
+        first = cache["pattern", 0][:, :, :1, :1]  # the first token attends to itself alone
+        assert close(first, torch.ones_like(first), 1e-6)
+        with host.hooks({Site(0, "pattern"): lambda p: p / 2}):
+            assert close(host.capture([Site(0, "z")], tokens)[Site(0, "z")], cache["z", 0] / 2)
+
+
 def test_left_padding_leaves_real_tokens_alone() -> None:
     tokens, attention = make_tokens(side="left")
     for family in ("GPT2", "Qwen3"):
@@ -178,6 +196,8 @@ def test_attention_that_cannot_be_taken_apart_says_so() -> None:
                 host.find(f"blocks.*.{site.point}")
     with pytest.raises(ValueError, match=r"another size at every token: read it with host\.capture"):
         Decoder(opened("torch", "GPT2")).shape(Site(0, "pattern"))
+    with pytest.raises(ValueError, match=r"has an axis of keys.*read it with host\.capture"):
+        record(opened("torch", "GPT2"), [Site(0, "scores")], TOKENS[:1], store=RunStore(), runs=["one"])
 
 
 # Gradients

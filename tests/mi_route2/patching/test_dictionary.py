@@ -115,7 +115,7 @@ def test_effects_are_slopes_and_add_up_to_attribution_patching(transcoder: bool)
     torch.testing.assert_close(together.values[0], effects.values.sum(0))
     assert all(p.grad is None for p in host.model.parameters())
     with torch.inference_mode():
-        assert torch.equal(dictionary.attribute(host, positions=[3], **ASKED).values[0], effects.values[3])
+        torch.testing.assert_close(dictionary.attribute(host, positions=[3], **ASKED).values[0], effects.values[3])
 
 
 def test_a_dictionary_of_another_dtype_and_heads_is_used_as_it_is() -> None:
