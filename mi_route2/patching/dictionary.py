@@ -10,12 +10,11 @@ For a linear decoder, the effects of all features and of the error add up to att
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from mi_route2.checks import Mask, checked
 from mi_route2.hosts.base import Edit, Host, expose, gradients
@@ -135,8 +134,9 @@ class Dictionary:
         return {self.site: partial(_see, seen), self.output: lambda y: y + change(seen.pop("input")).to(y)}
 
     def _encode(self, x: Tensor) -> Tensor:
-        own = chain(self.sae.parameters(), self.sae.buffers()) if isinstance(self.sae, nn.Module) else iter(())
-        return self.sae.encode(x if (first := next(own, None)) is None else x.to(first.device, first.dtype))
+        parameters: Any = getattr(self.sae, "parameters", None)
+        first = None if parameters is None else next(iter(parameters()), None)
+        return self.sae.encode(x if first is None else x.to(first.device, first.dtype))
 
     def _change(self, feature: int, how: str, value: float | Tensor, x: Tensor) -> Tensor:
         features = self._encode(x)
@@ -188,14 +188,14 @@ class Dictionary:
         )
 
     def _both(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the features of a value, as a leaf of a graph, and their decoding, which may use a scale of the last encoding."""
+        """Return the features of a value, as a leaf of a graph, and their decoding, which may use the scale of this encoding."""
         with torch.enable_grad():
             features = self._encode(value).detach().requires_grad_()
             return features, self.sae.decode(features)
 
 
 def _see(seen: dict[str, Tensor], value: Tensor) -> None:
-    seen["input"] = value
+    seen["input"] = value.clone()  # a module may write into it
 
 
 def _summed(values: Tensor, columns: Sequence[tuple[int | None, Sequence[int]]]) -> Tensor:
