@@ -45,6 +45,18 @@ POINTS: Mapping[str, str] = MappingProxyType(
 EXPERT_POINTS: Mapping[str, str] = MappingProxyType({"router": "logits of the router over the experts, [b s e]"})
 """Points of a mixture of experts, on the host ``torch``: name to description and shape. A write changes which experts run."""
 
+ATTENTION_POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "scores": "attention scores, the argument of the softmax, [b h q k]",
+        "pattern": "attention probabilities, [b h q k]",
+        "result": "what each head adds to the output of attention, before a post-norm and without the bias, [b s h d]",
+    }
+)
+"""Points inside of attention: name to description and shape. They cost memory and take ``sdpa`` apart: select them by name."""
+
+PATTERNS = ("scores", "pattern")
+"""Points with an axis of keys, whose heads stand before the positions of their queries."""
+
 ADAPTER_POINTS: Mapping[str, str] = MappingProxyType(
     {
         "kept_a": "the kept adapter's bottleneck, Vh x or A x, [b s r]",
@@ -57,7 +69,7 @@ ADAPTER_POINTS: Mapping[str, str] = MappingProxyType(
 LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
 """Logical Linears of a block; an architecture's row lists those that it has. ``unembed`` belongs to no block."""
 
-HEADED = frozenset({"q", "k", "v", "z"})
+HEADED = frozenset({"q", "k", "v", "z", *ATTENTION_POINTS})
 """Points whose values have a head axis."""
 
 CAUSAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -170,6 +182,9 @@ BRIDGE_POINTS: Mapping[str, str] = MappingProxyType(
         "z": "attn.o.hook_in",
         "mlp_in": "mlp.hook_in",
         "mlp_out": "mlp.hook_out",
+        "scores": "attn.hook_attn_scores",
+        "pattern": "attn.hook_pattern",
+        "result": "its hook_result needs a setting that bypasses adapters: use the torch host",
     }
 )
 """Hook names of TransformerLens's bridge under ``blocks.<layer>.``; an architecture's row may override them."""
@@ -178,6 +193,7 @@ LENS_POINTS: Mapping[str, str] = MappingProxyType(
     {
         "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post", "attn_out": "hook_attn_out",
         "mlp_out": "hook_mlp_out", "q": "attn.hook_q", "k": "attn.hook_k", "v": "attn.hook_v", "z": "attn.hook_z",
+        "scores": "attn.hook_attn_scores", "pattern": "attn.hook_pattern", "result": "attn.hook_result",
     }
 )  # fmt: skip
 """Hook names of HookedTransformer, which are aliases in TransformerLens's bridge. ``attn_in`` and ``mlp_in`` have none, because
@@ -395,7 +411,7 @@ _GROUPS = ("num_key_value_heads", "n_key_value_heads", "num_kv_heads")
 
 
 def heads(model: object, point: str) -> int:
-    """Return the number of heads at ``q``, ``k``, ``v`` or ``z``; ``ValueError`` if the model's config does not give it."""
+    """Return the number of heads at a point of ``HEADED``; ``ValueError`` if the model's config does not give it."""
     config = config_of(model)
     keys = ("num_attention_heads", "n_head", "n_heads", "heads")
     queries = next((int(getattr(config, key)) for key in keys if hasattr(config, key)), None)

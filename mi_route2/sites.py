@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mi_route2.architectures import (
     ADAPTER_POINTS,
     ARCHITECTURES,
+    ATTENTION_POINTS,
     EXPERT_POINTS,
     LINEARS,
     POINTS,
@@ -41,7 +42,7 @@ COMPUTED = (
 )
 _SITE = re.compile(r"blocks\.(0|[1-9][0-9]*)\.(?:(\w+\.\w+)\.)?(\w+)")
 _UNEMBED = re.compile(r"unembed\.(\w+)")
-_POINTS = (*POINTS, *EXPERT_POINTS, *ADAPTER_POINTS)
+_POINTS = (*POINTS, *ATTENTION_POINTS, *EXPERT_POINTS, *ADAPTER_POINTS)
 _LINEARS = (*LINEARS, "unembed")
 
 
@@ -385,10 +386,10 @@ def select(model: nn.Module, *patterns: str, expect: int | None = None) -> dict[
 
 
 _POINT_STAGE = {
-    "resid_pre": 0, "attn_in": 1, "q": 2, "k": 2, "v": 2, "z": 3, "attn_out": 5, "resid_mid": 6, "mlp_in": 7, "router": 8,
-    "mlp_out": 10, "resid_post": 11,
+    "resid_pre": 0, "attn_in": 1, "q": 2, "k": 2, "v": 2, "scores": 3, "pattern": 4, "z": 5, "result": 7, "attn_out": 8,
+    "resid_mid": 9, "mlp_in": 10, "router": 11, "mlp_out": 13, "resid_post": 14,
 }  # fmt: skip
-_LINEAR_STAGE = {"attn.q": 2, "attn.k": 2, "attn.v": 2, "attn.o": 4, "mlp.gate": 8, "mlp.up": 8, "mlp.down": 9}
+_LINEAR_STAGE = {"attn.q": 2, "attn.k": 2, "attn.v": 2, "attn.o": 6, "mlp.gate": 11, "mlp.up": 11, "mlp.down": 12}
 _ADAPTER = tuple(ADAPTER_POINTS)
 
 

@@ -21,6 +21,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -34,6 +35,7 @@ from mi_route2.adapters.weights import weights_hash
 from mi_route2.architectures import (
     ADAPTER_HOOKS,
     ADAPTER_POINTS,
+    ATTENTION_POINTS,
     BRIDGE_LINEARS,
     BRIDGE_POINTS,
     EXPERT_POINTS,
@@ -93,8 +95,17 @@ class Hook:
 class ActivationCache(Mapping[Site, Tensor]):
     """Activations of one forward by ``Site``; names work as keys too: ``cache["blocks.0.attn.hook_z"]``, ``cache["z", 0]``."""
 
-    def __init__(self, values: Mapping[Site, Tensor], names: Mapping[str, Site]):
-        self._values, self._names = values, names
+    def __init__(
+        self, values: Mapping[Site, Tensor], names: Mapping[str, Site], slopes: Mapping[Site, Tensor] = MappingProxyType({})
+    ):
+        self._values, self._names, self._slopes = values, names, slopes
+
+    @property
+    def gradients(self) -> "ActivationCache":
+        """Gradients of the ``loss`` of ``run_with_cache`` at the same sites; ``ValueError`` if it was given none."""
+        if self._slopes.keys() != self._values.keys():
+            raise ValueError("this cache has no gradients: call run_with_cache(tokens, loss=function of the logits)")
+        return ActivationCache(self._slopes, self._names)
 
     def __getitem__(self, key: Site | str | tuple[str, int]) -> Tensor:
         try:
@@ -252,17 +263,24 @@ class Host(ABC):
         return (str(site), *(name if site.layer is None else f"blocks.{site.layer}.{name}" for name in lens))
 
     def sites(self) -> list[Site]:
-        """Return every site of the model by layer, then those of attached adapters that are switched on now."""
-        in_blocks = []
-        for layer in range(len(self.layers())):
-            for point in (*POINTS, *EXPERT_POINTS):
-                try:
-                    self.address(site := Site(layer, point))
-                except ValueError:  # this architecture, or this host, lacks the point
-                    continue
-                in_blocks.append(site)
+        """Return every site of the model by layer, then those of attached adapters that are switched on now.
+
+        Points inside of attention (``scores``, ``pattern``, ``result``) are not among them: select these by name.
+        """
         branches = [module for module in self.model.modules() if isinstance(module, Branch)]
-        return in_blocks + [Site.parse(f"{b.site}.{point}") for b in branches for point in ADAPTER_POINTS if point in b.fires]
+        of_adapters = [Site.parse(f"{b.site}.{point}") for b in branches for point in ADAPTER_POINTS if point in b.fires]
+        return self._existing(*POINTS, *EXPERT_POINTS) + of_adapters
+
+    def _existing(self, *points: str) -> list[Site]:
+        """Return the sites at ``points`` of all layers that this architecture has on this host."""
+        existing: list[Site] = []
+        for site in (Site(layer, point) for layer in self.layers() for point in points):
+            try:
+                self.address(site)
+            except ValueError:
+                continue
+            existing.append(site)
+        return existing
 
     def layers(self) -> range:
         """Return the layer indices of the model's blocks."""
@@ -272,12 +290,10 @@ class Host(ABC):
     def find(self, name: str, known: Sequence[Site] | None = None) -> list[Site]:
         """Return the sites, among ``known`` or all, that ``name`` selects (see ``Names``); ``KeyError`` with the nearest names."""
         known = self.sites() if known is None else known
-        chosen = [site for site in known if name == site.point or fnmatchcase(str(site), name)]
-        # this project's names first, because a glob over adapters' points also matches the bridge's hooks at the same Linear
-        chosen = chosen or [site for site in known if any(fnmatchcase(lens, name) for lens in self.hook_names(site))]
+        chosen = self._matching(name, known) or self._matching(name, self._existing(*ATTENTION_POINTS))
         if not chosen:
-            if name in POINTS or name in EXPERT_POINTS:
-                self.address(Site(0, name))  # raises an error that says why this architecture lacks the point
+            if (point := name.rpartition(".")[2]) in {*POINTS, *EXPERT_POINTS, *ATTENTION_POINTS}:
+                self.address(Site(0, point))  # raises an error that says why this architecture lacks the point
             if name.rpartition(".")[2] in ADAPTER_POINTS and not any(isinstance(m, Branch) for m in self.model.modules()):
                 raise no_adapter(name, ())
             names = dict.fromkeys(
@@ -285,6 +301,11 @@ class Host(ABC):
             )
             raise KeyError(f"no site matches {name!r}: the nearest are {nearest(name, [*names])}")
         return chosen
+
+    def _matching(self, name: str, known: Sequence[Site]) -> list[Site]:
+        chosen = [site for site in known if name == site.point or fnmatchcase(str(site), name)]
+        # this project's names first, because a glob over adapters' points also matches the bridge's hooks at the same Linear
+        return chosen or [site for site in known if any(fnmatchcase(lens, name) for lens in self.hook_names(site))]
 
     def _named(self, names: Names | None) -> list[Site]:
         if isinstance(names, Site):
@@ -295,27 +316,102 @@ class Host(ABC):
         if names is None:
             return known
         if callable(names):
-            selected = [site for site in known if any(map(names, self.hook_names(site)))]
-            if not selected:
-                raise KeyError(f"the function selects no site: site names look like {', '.join(self.hook_names(known[0]))}")
-            return selected
+            for some in (known, self._existing(*ATTENTION_POINTS)):
+                if selected := [site for site in some if any(map(names, self.hook_names(site)))]:
+                    return selected
+            raise KeyError(f"the function selects no site: site names look like {', '.join(self.hook_names(known[0]))}")
         selected = [site for name in names for site in (self.find(name, known) if isinstance(name, str) else [name])]
         return list(dict.fromkeys(selected))
 
     @checked
     def run_with_cache(
-        self, tokens: Int[Tensor, "b s"], attention: Mask | None = None, names: Names | None = None
+        self,
+        tokens: Int[Tensor, "b s"],
+        attention: Mask | None = None,
+        names: Names | None = None,
+        loss: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Float[Tensor, "b s v"], ActivationCache]:
-        """Return the logits ``[b s v]``, and detached activations at the sites that ``names`` selects (``None``: all sites).
+        """Return the logits ``[b s v]``, and detached activations at the sites that ``names`` selects (``None``: all of ``sites``).
 
         ``cache[Site(0, "z")]``, ``cache["blocks.0.attn.hook_z"]`` and ``cache["z", 0]`` are the same value. As in TransformerLens,
         the logits have a graph unless gradients are off. ``attention`` and errors as in ``logits``; ``KeyError`` for an unknown
         name.
+
+        Args:
+            tokens: Token ids.
+            attention: Mask of real tokens.
+            names: Selection of sites.
+            loss: Function of the logits that returns one number. ``cache.gradients`` then has its gradient at each site; the
+                logits are detached, and the parameters' ``.grad`` unchanged. ``ValueError`` if it has no gradient.
+
+        Examples:
+            >>> _, cache = host.run_with_cache(tokens, names="z", loss=lambda logits: logits[:, -1, 3].sum())
+            >>> cache.gradients["z", 0].shape == cache["z", 0].shape
+            True
         """
-        sites, values = self._named(names), dict[Site, Tensor]()
-        with self.hooks({site: reader(values, site) for site in sites}):
-            logits = self.logits(tokens, attention)
-        return logits, ActivationCache(values, {name: site for site in values for name in self.hook_names(site)})
+        sites, values, slopes = self._named(names), dict[Site, Tensor](), dict[Site, Tensor]()
+        if loss is None:
+            with self.hooks({site: reader(values, site) for site in sites}):
+                logits = self.logits(tokens, attention)
+        else:
+            graph = torch.inference_mode(False), torch.enable_grad()
+            with graph[0], graph[1], self.hooks({site: expose(values, site) for site in sites}):
+                logits = self.logits(tokens, attention)
+                score = loss(logits)
+                if not isinstance(score, Tensor) or score.numel() != 1 or not score.requires_grad:
+                    raise ValueError("loss returned no number with a gradient: compute one number with torch from the logits")
+                slopes = dict(zip(values, gradients(score.sum(), [*values.values()])))
+            values, logits = {site: value.detach() for site, value in values.items()}, logits.detach()
+        return logits, ActivationCache(values, {name: site for site in values for name in self.hook_names(site)}, slopes)
+
+    @checked
+    def generate_with_cache(
+        self,
+        tokens: Int[Tensor, "b s"],
+        max_new: int,
+        names: Names | None = None,
+        *,
+        attention: Mask | None = None,
+        temperature: float | int = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Int[Tensor, "b t"], ActivationCache]:
+        """Continue each row by ``max_new`` tokens; return prompts with completions, and the activations at all of their positions.
+
+        Each token costs a forward of the whole sequence, so that edits of an open ``hooks`` see what they see in any forward. The
+        activations come from one more, over the completed sequence. ``Engine`` generates long completions faster.
+
+        Args:
+            tokens: Prompts.
+            max_new: Number of new tokens in every row; an end-of-text token does not end it.
+            names: Selection of sites, as in ``run_with_cache``.
+            attention: Mask of real tokens; padding stands on the left.
+            temperature: 0 takes the most likely token.
+            generator: Draws the tokens, if ``temperature`` is not 0.
+
+        Raises:
+            ValueError: No new token, padding on the right, a negative temperature, or one without a generator.
+
+        Examples:
+            >>> completed, cache = host.generate_with_cache(tokens, 5, "resid_post")
+        """
+        mask = None if attention is None else as_mask("attention", attention)
+        if max_new < 1 or temperature < 0 or (temperature > 0) != (generator is not None):
+            raise ValueError(
+                f"max_new={max_new}, temperature={temperature}: generate at least one token, with temperature 0 and no generator, "
+                "or with a positive temperature and a generator"
+            )
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError("padding stands behind a prompt, where its completion would follow: pad on the left")
+        with torch.no_grad():
+            for _ in range(max_new):
+                logits = self.logits(tokens, mask)[:, -1]
+                new = logits.argmax(-1, keepdim=True)
+                if generator is not None:
+                    chances = (logits.to(generator.device, torch.float32) / temperature).softmax(-1)
+                    new = torch.multinomial(chances, 1, generator=generator)
+                tokens = torch.cat([tokens, new.to(tokens)], 1)
+                mask = None if mask is None else torch.cat([mask, mask[:, -1:]], 1)
+            return tokens, self.run_with_cache(tokens, mask, names)[1]
 
     @checked
     def run_with_hooks(
@@ -487,7 +583,9 @@ def answered(site: Site, edit: Edit, value: Tensor) -> Tensor | None:
     writes = None if value.is_inference() else value._version
     new = edit(value)
     if new is not None:
-        return fitting(site, value, new)
+        new = fitting(site, value, new)
+        # what is masked stays so: a query that attends to later tokens would be another model's
+        return new if site.point != "scores" else torch.where(value < torch.finfo(value.dtype).min / 2, value, new)
     if writes is not None and value._version != writes:
         raise ValueError(f"the edit of {site} wrote into its value in place and returned None: return the tensor to go on with")
     return value if value.retains_grad or value._backward_hooks else None
@@ -529,6 +627,24 @@ def one_after_another(edits: Sequence[Edit], value: Tensor) -> Tensor | None:
         if (new := edit(value)) is not None:
             value, wrote = new, True
     return value if wrote else None
+
+
+def expose(into: dict[Any, Tensor], key: Any, *first: Edit) -> Edit:
+    """Return an edit that keeps the value, after the edits ``first``, for a gradient of what reads it at its site."""
+    return partial(one_after_another, [*first, partial(_expose, into, key)])
+
+
+def _expose(into: dict[Any, Tensor], key: Any, value: Tensor) -> Tensor:
+    # Copies, because another module may read the same tensor, and the next one may write into it; a frozen model has no graph here.
+    into[key] = value.clone() if value.requires_grad else value.detach().requires_grad_()
+    return into[key].clone()
+
+
+def gradients(score: Tensor, values: Sequence[Tensor], *, keep: bool = False) -> list[Tensor]:
+    """Return ``d score / d value``; the graph is kept for more of them if ``keep``."""
+    # not ``backward``, which would add to the parameters' ``.grad``; a value that the score does not depend on has no slope
+    slopes = torch.autograd.grad(score, values, allow_unused=True, retain_graph=keep)
+    return [torch.zeros_like(value) if slope is None else slope for value, slope in zip(values, slopes)]
 
 
 def reader(into: dict[Site, Tensor], site: Site) -> Edit:

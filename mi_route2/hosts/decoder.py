@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mi_route2.adapters.linear import Branch
-from mi_route2.architectures import Architecture, config_of, heads
+from mi_route2.architectures import PATTERNS, Architecture, config_of, heads
 from mi_route2.hosts.base import LEAK, Host, KeyValues
 from mi_route2.rollouts import still
 from mi_route2.sites import Site, module_at, refuse_shared
@@ -264,6 +264,8 @@ class Decoder:
         """
         if site.layer is not None and site.layer < self.layers and not site.linear and site.point in STREAM:
             return self._stream  # the same in every architecture, so no forward is needed
+        if site.point in PATTERNS:
+            raise ValueError(f"{site} has another size at every token: read it with host.capture, or edit it with host.hooks")
         if site not in self._shapes:
             try:
                 values = self.host.capture([site], torch.zeros((1, 1), dtype=torch.long, device=self.device))

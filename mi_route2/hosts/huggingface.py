@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from mi_route2.adapters.linear import Branch
+from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.adapters.tape import in_backward
-from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, HEADED, Architecture, heads
+from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, ATTENTION_POINTS, HEADED, PATTERNS, Architecture, At, heads
 from mi_route2.hosts.base import (
     Edit,
     Entering,
@@ -31,12 +32,15 @@ from mi_route2.hosts.base import (
     split_heads,
     whole_stream,
 )
-from mi_route2.sites import Site, block_paths, module_at, no_adapter, refuse_booted, slot_at
+from mi_route2.sites import Site, block_paths, module_at, no_adapter, part_at, refuse_booted, slot_at
 
 
 @dataclass(frozen=True)
 class Tap:
-    """One side of a module, or some rows of its output, split into ``heads`` if the point has a head axis; times ``scale``."""
+    """One side of a module, or some rows of its output, split into ``heads`` if the point has a head axis; times ``scale``.
+
+    The side of a value inside of the module is the point itself.
+    """
 
     path: str
     side: str
@@ -76,6 +80,8 @@ def tap_of(model: nn.Module, architecture: Architecture, site: Site) -> Tap:
     paths = block_paths(model, architecture)
     if site.layer is None or not 0 <= site.layer < len(paths):
         raise KeyError(f"{site} is outside the model: its layers are 0..{len(paths) - 1}")
+    if site.point in ATTENTION_POINTS:
+        return _attention_tap(model, architecture, site, paths[site.layer])
     at = architecture.points.get(site.point, "it is no mixture of experts")
     if isinstance(at, str):
         raise ValueError(f"{architecture.name} has no {site.point}: {at}")
@@ -86,6 +92,23 @@ def tap_of(model: nn.Module, architecture: Architecture, site: Site) -> Tap:
     path = f"{paths[site.layer]}.{at.path}" if at.path else paths[site.layer]
     module_at(model, architecture, path)
     return Tap(path, at.side, None, count, at.scale)
+
+
+def _attention_tap(model: nn.Module, architecture: Architecture, site: Site, block: str) -> Tap:
+    output = architecture.linears.get("attn.o")
+    if output is None or part_at(model, path := f"{block}.{output.path}") is None:
+        raise ValueError(
+            f"layer {site.layer} of this {architecture.name} has no {site.point}: its attention has no output projection"
+        )
+    if site.point == "result":
+        at = architecture.points["attn_out"]
+        return Tap(path, "result", None, heads(model, "result"), at.scale if isinstance(at, At) else 1.0)
+    path = path.rpartition(".")[0]
+    if getattr(model.get_submodule(path), "sinks", None) is not None:
+        raise ValueError(
+            f"the softmax of {architecture.name} has a sink beside the keys: read {site.point} on the transformer_lens host"
+        )
+    return Tap(path, site.point)
 
 
 class TorchHost(Host):
@@ -141,7 +164,11 @@ class TorchHost(Host):
             for site, edit in edits.items():
                 tap, module = places[site]
                 edited = partial(_edited, site, tap, edit, fired, again)
-                if tap.side == "logits":
+                if site.point in PATTERNS:
+                    handles += _softmax_hooks(module, site, edited)
+                elif site.point == "result":
+                    handles.append(module.register_forward_hook(partial(self._by_head, site, tap.heads, edited)))
+                elif tap.side == "logits":
                     handles += _router_hooks(self.model.get_submodule(tap.path.rpartition(".")[0]), module, edited)
                 else:
                     handles.append(_attach_hook(module, tap.side, edited))
@@ -151,6 +178,15 @@ class TorchHost(Host):
                 handle.remove()
         again.guard({site: module for site, (_, module) in places.items()})
         fired.demand(self.address)
+
+    def _by_head(self, site: Site, count: int, edited: Edit, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """Edit the output projection's ``output`` by head: ``z_h W_O_h``, with the adapters that are switched on."""
+        weight = slot_at(self.model, self.architecture, site.layer, "attn.o").weight
+        if isinstance(module, RoutedLinear):
+            weight = module.branches[0][0].merged(weight)
+        result = torch.einsum("...he,dhe->...hd", *(part.unflatten(-1, (count, -1)) for part in (args[0], weight)))
+        new = edited(result)
+        return None if new is None else output + (new - result).sum(-2)
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:
@@ -277,6 +313,82 @@ def _router_hooks(mixture: nn.Module, router: nn.Module, edited: Edit) -> list[R
         mixture.register_forward_pre_hook(begin, with_kwargs=True),
         router.register_forward_pre_hook(enter),
         router.register_forward_hook(leave, always_call=True),
+    ]
+
+
+class _Softmax(TorchFunctionMode):
+    """Context of an attention: the argument (``scores``) or the value (``pattern``) of its softmax, ``[b h q k]``, is edited.
+
+    ``sdpa`` is taken apart, with a softmax in float32 or wider.
+    """
+
+    _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+
+    def __init__(self, site: Site, edited: Edit):
+        super().__init__()
+        self.site, self.edited = site, edited
+        self.entered = self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        if func in self._SOFTMAX and args and args[0].ndim == 4:
+            return self._softmax(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        group, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
+        key, values = (part.repeat_interleave(group, 1) for part in (key, value))
+        scores = query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:  # with a finite number, because the row of padding may be masked as a whole
+            hidden = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, torch.finfo(wide).min) if hidden else scores + attn_mask
+        pattern = self._softmax(functional.softmax, scores, -1).to(value)
+        return (functional.dropout(pattern, dropout_p) if dropout_p else pattern) @ values
+
+    def _softmax(self, softmax: Any, scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.seen:
+            raise ValueError(f"layer {self.site.layer} has several softmaxes, so that it has no one {self.site.point}: read z")
+        self.seen = True
+        if self.site.point == "scores":
+            scores = scores if (new := self.edited(scores)) is None else new
+        pattern = softmax(scores, *args, **kwargs)
+        return pattern if self.site.point == "scores" or (new := self.edited(pattern)) is None else new
+
+
+def _softmax_hooks(attention: nn.Module, site: Site, edited: Edit) -> list[RemovableHandle]:
+    """Register hooks that edit a point of an attention's softmax; contexts end in the reverse of their order."""
+    mode = _Softmax(site, edited)
+
+    def enter(*_: Any) -> None:
+        mode.entered, mode.seen = True, False
+        mode.__enter__()
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        if mode.entered:  # another hook may have failed before
+            mode.entered = False
+            mode.__exit__(None, None, None)
+            if output is not None and not mode.seen:
+                raise ValueError(
+                    f"layer {site.layer} calls neither softmax nor sdpa of torch, so {site.point} cannot be read: load the "
+                    "model with attn_implementation='sdpa'"
+                )
+
+    return [
+        attention.register_forward_pre_hook(enter),
+        attention.register_forward_hook(leave, prepend=True, always_call=True),
     ]
 
 

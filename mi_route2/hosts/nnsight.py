@@ -13,7 +13,7 @@ An envoy shows a module's input after torch's forward pre-hooks and its output b
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from nnsight.intervention.interleaver import OutOfOrderError
 from torch import Tensor, nn
 
 from mi_route2.adapters import Adapters
+from mi_route2.architectures import ATTENTION_POINTS
 from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, whole_stream
 from mi_route2.hosts.huggingface import Tap, TorchHost, checkpointing, tap_of
 from mi_route2.sites import Site
@@ -157,12 +158,14 @@ class NNsightHost(Host):
 
     @contextmanager
     def _hooked(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
-        whole = whole_stream(edits)
+        inside = {site: edit for site, edit in edits.items() if site.point in ATTENTION_POINTS}  # where no envoy is
+        whole = whole_stream({site: edit for site, edit in edits.items() if site not in inside})
         taps = {site: self._tap(site) for site in whole}
-        requested = _Requested(taps, whole, Fired(edits))
+        requested = _Requested(taps, whole, Fired(whole))
         self._open.append(requested)
         try:
-            yield
+            with self._torch.hooks(inside) if inside else nullcontext():
+                yield
         finally:
             self._open.remove(requested)
         requested.fired.demand(self.address)

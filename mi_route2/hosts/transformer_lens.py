@@ -19,6 +19,7 @@ from transformer_lens.model_bridge.generalized_components import (
     AttentionBridge,
     BlockBridge,
     EmbeddingBridge,
+    JointQKVAttentionBridge,
     LinearBridge,
     MLPBridge,
     NormalizationBridge,
@@ -36,6 +37,7 @@ from mi_route2.architectures import (
     ADAPTER_POINTS,
     BRIDGE_LINEARS,
     BRIDGE_POINTS,
+    PATTERNS,
     WRAPPED,
     Architecture,
     architecture_of,
@@ -546,6 +548,9 @@ class BridgeHost(Host):
         hook = {**BRIDGE_POINTS, **self.architecture.bridge_points}.get(site.point, "use the torch host")
         if " " in hook:
             raise ValueError(f"the bridge of {self.architecture.name} has no {site.point}: {hook}")
+        apart = (PositionEmbeddingsAttentionBridge, JointQKVAttentionBridge)
+        if site.point in PATTERNS and not isinstance(self.bridge.blocks[site.layer]._modules.get("attn"), apart):
+            raise ValueError(f"the bridge leaves attention of {self.architecture.name} whole: read {site.point} on the torch host")
         name = f"blocks.{site.layer}.{hook}"
         if self.architecture.found and name not in self.bridge.hook_dict:
             raise ValueError(f"layer {site.layer} of this {self.architecture.name} has no {site.point}: other layers have it")

@@ -1,6 +1,7 @@
 """Activation patching: sweeps that find the sites and positions which carry a behavior from one prompt into another."""
 
 from mi_route2.patching.attribution import attribute
+from mi_route2.patching.dictionary import Dictionary, FeatureEffect, FeatureEffects
 from mi_route2.patching.edges import Edge, Graph, edges
 from mi_route2.patching.grid import Cell, Grid, Window
 from mi_route2.patching.paths import paths
@@ -12,7 +13,10 @@ __all__ = [
     "Alignment",
     "Cell",
     "CleanRun",
+    "Dictionary",
     "Edge",
+    "FeatureEffect",
+    "FeatureEffects",
     "Finished",
     "Graph",
     "Grid",

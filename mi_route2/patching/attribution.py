@@ -20,12 +20,10 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from mi_route2.checks import checked
-from mi_route2.hosts.base import Edit, Host, one_after_another
-from mi_route2.patching.forwards import PatchedRow, Whole, writing
+from mi_route2.hosts.base import Edit, Host, expose, gradients, one_after_another, reader
+from mi_route2.patching.forwards import PatchedRow, Whole, by_position, writing
 from mi_route2.patching.grid import Grid
 from mi_route2.patching.question import Answers, CleanRun, Given, Metric, Positions, Prompts, Question, ask, widened
 from mi_route2.patching.sweep import Pair, over_pairs, record
@@ -72,7 +70,7 @@ def attribute(
 
     Raises:
         ValueError: As in ``sweep``; the metric has no gradient; ``steps`` of another method; or ``atp*`` of a model with one
-            layer, or of queries and keys whose attention has no softmax of torch.
+            layer, or of queries and keys on a host that lacks ``scores`` and ``pattern``.
         KeyError: As in ``sweep``.
     """
     began, alpha = perf_counter(), float(alpha)
@@ -131,31 +129,13 @@ def scored(host: Host, pair: Pair, edits: Mapping[Site, Edit], rows: int = 1) ->
     """Context: the sum of the scores of ``rows`` corrupt runs under ``edits``, with its graph, for ``torch.autograd.grad``."""
     question = pair.question
     tokens = torch.tensor([question.corrupt.tokens[: question.at + 1]], device=pair.corrupt.logits.device)
-    with torch.enable_grad(), host.hooks(edits):
+    with torch.enable_grad(), host.hooks(by_position(edits)):
         score = question.grader(host.logits(tokens.expand(rows, -1))[:, -1], pair.clean.logits).sum()
         if not score.requires_grad:
             raise ValueError(
                 f"the metric {question.grader.metric} has no gradient: compute it with torch from the logits, or call sweep"
             )
         yield score
-
-
-def expose(into: dict[Any, Tensor], key: Any, *first: Edit) -> Edit:
-    """Return an edit that keeps the value, after the edits ``first``, for a gradient of what reads it at its site."""
-    return partial(one_after_another, [*first, partial(_expose, into, key)])
-
-
-def _expose(into: dict[Any, Tensor], key: Any, value: Tensor) -> Tensor:
-    # Copies, because another module may read the same tensor, and the next one may write into it; a frozen model has no graph here.
-    into[key] = value.clone() if value.requires_grad else value.detach().requires_grad_()
-    return into[key].clone()
-
-
-def gradients(score: Tensor, values: Sequence[Tensor], *, keep: bool = False) -> list[Tensor]:
-    """Return ``d score / d value``; the graph is kept for more of them if ``keep``."""
-    # not ``backward``, which would add to the parameters' ``.grad``; a value that the score does not depend on has no slope
-    slopes = torch.autograd.grad(score, values, allow_unused=True, retain_graph=keep)
-    return [torch.zeros_like(value) if slope is None else slope for value, slope in zip(values, slopes)]
 
 
 def _slopes(score: Tensor, exposed: Mapping[Site, Tensor], question: Question) -> dict[Site, Tensor]:
@@ -191,71 +171,6 @@ def put_at(positions: Sequence[int], values: Tensor, value: Tensor) -> Tensor:
 # AtP*
 
 
-class _Patterns(TorchFunctionMode):
-    """Context: attention is taken apart at its softmax, so that its scores and probabilities ``[b h t s]`` are known by layer.
-
-    ``watch`` are the edits that tell it which layer attends. The softmax has the precision of its argument.
-    """
-
-    _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
-
-    def __init__(self, layers: Sequence[int]):
-        super().__init__()
-        self.layers, self._layer = layers, None
-        self.scores, self.probabilities = dict[int, Tensor](), dict[Any, Tensor]()
-
-    def watch(self) -> dict[Site, Edit]:
-        """Return edits at ``q``, before the softmax of a layer, and at ``z``, after it."""
-        places = [(Site(layer, point), layer if point == "q" else None) for layer in self.layers for point in "qz"]
-        return {site: partial(self._attending, layer) for site, layer in places}
-
-    def _attending(self, layer: int | None, _value: Tensor) -> None:
-        if layer is None and self._layer not in self.scores:
-            raise ValueError(
-                f"atp* needs attention probabilities, but layer {self._layer} calls neither softmax nor sdpa of torch: load the "
-                "model with attn_implementation='sdpa', or take method='ig'"
-            )
-        self._layer = layer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._layer is not None:
-            if func is functional.scaled_dot_product_attention:
-                return self._attend(*args, **kwargs)
-            if func in self._SOFTMAX and args[0].ndim == 4:
-                return self._softmax(args[0], kwargs.get("dtype"))
-        return func(*args, **kwargs)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        group, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
-        key, values = (part.repeat_interleave(group, 1) for part in (key, value))
-        scores = query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is not None:
-            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        return self._softmax(scores, None).to(value) @ values
-
-    def _softmax(self, scores: Tensor, dtype: torch.dtype | None) -> Tensor:
-        assert self._layer is not None
-        if self._layer in self.scores:
-            raise ValueError(f"layer {self._layer} has several softmaxes, which atp* does not know: take method='ig'")
-        self.scores[self._layer] = widened(scores.detach())
-        return _expose(
-            self.probabilities, self._layer, scores.softmax(-1, torch.promote_types(scores.dtype, dtype or scores.dtype))
-        )
-
-
 def _side(target: Target) -> str | None:
     """Return ``q`` or ``k`` if the target acts through the attention probabilities alone, and else ``None``."""
     part = target.site.linear.removeprefix("attn.") or target.site.point
@@ -273,23 +188,26 @@ def _starred(running: Whole, pair: Pair, targets: Sequence[Target], alpha: float
         if _side(target) is not None and target.site.layer is not None:
             by_layer[target.site.layer].append(target)
     fresh = _fresh(running, pair, by_layer, alpha) if by_layer else {}
-    patterns, exposed, dropped = _Patterns(list(by_layer)), dict[Any, Tensor](), [-1]
+    scores, exposed, dropped = dict[Site, Tensor](), dict[Site, Tensor](), [-1]
     edits: dict[Site, list[Edit]] = defaultdict(list)
-    for site in dict.fromkeys(target.site for target in targets if _side(target) is None):
+    linear = (target.site for target in targets if _side(target) is None)
+    for site in dict.fromkeys([*linear, *(Site(layer, "pattern") for layer in by_layer)]):
         edits[site].append(expose(exposed, site))
-    for site, edit in patterns.watch().items():
-        edits[site].append(edit)
+    for site in (Site(layer, "scores") for layer in by_layer):
+        edits[site].append(reader(scores, site))
     for site in (site for site in host.sites() if site.point in OUTPUTS):  # behind a node, so that its gradient is dropped too
         edits[site].append(partial(_droppable, dropped, site.layer))
     totals = {target: torch.zeros(len(question.columns), dtype=torch.float64) for target in targets}
-    with patterns, scored(host, pair, _merged(edits)) as score:
-        exposed |= patterns.probabilities
+    with scored(host, pair, _merged(edits)) as score:
         for dropped[0] in range(layers):
             slopes = dict(zip(exposed, gradients(score, list(exposed.values()), keep=True)))
-            here = {site: slope[0, list(question.sources)] for site, slope in slopes.items() if isinstance(site, Site)}
+            here = {site: slope[0, list(question.sources)] for site, slope in slopes.items()}
             for target, total in totals.items():
-                if target in fresh and (layer := target.site.layer) is not None:
-                    change = _attended(target, fresh[target], patterns.scores[layer][0], widened(slopes[layer][0]), question)
+                if target in fresh:
+                    base, slope = (
+                        some[Site(target.site.layer, point)][0] for some, point in ((scores, "scores"), (slopes, "pattern"))
+                    )
+                    change = _attended(target, fresh[target], widened(base), widened(slope), question)
                 else:
                     change = columns(question, _change(pair, target, alpha, here))
                 total += change.abs().to(total)
@@ -315,39 +233,34 @@ def _droppable(dropped: list[int], layer: int | None, value: Tensor) -> Tensor:
 
 def _fresh(
     running: Whole, pair: Pair, by_layer: Mapping[int, Sequence[Target]], alpha: float
-) -> dict[Target, Float[Tensor, "h t s"]]:
+) -> dict[Target, Float[Tensor, "t h s"]]:
     """Return the attention scores of each query and key target's layer with the target patched at all positions.
 
     One forward has a row for each target of a layer, in all layers at once, because every attention's output is held.
     """
-    tokens, positions, patterns = (
-        pair.question.corrupt.tokens[: pair.question.at + 1],
-        tuple(pair.question.sources),
-        _Patterns(list(by_layer)),
-    )
+    tokens, positions = pair.question.corrupt.tokens[: pair.question.at + 1], tuple(pair.question.sources)
     held = running.record(tokens, [Site(layer, "attn_out") for layer in by_layer], range(len(tokens))).values
-    edits: dict[Site, list[Edit]] = defaultdict(list)
-    for site, edit in patterns.watch().items():
-        edits[site].append(edit)
+    edits, scores = defaultdict[Site, list[Edit]](list), dict[Site, Tensor]()
     for layer, some in by_layer.items():
+        edits[Site(layer, "scores")].append(reader(scores, Site(layer, "scores")))
         rows = [PatchedRow((0, 0), target, positions, patch(*pair.values(target), alpha)) for target in some]
         for site, edit in writing(rows, 0, len(tokens)).items():
             edits[site].append(edit)
         edits[Site(layer, "attn_out")].append(held[Site(layer, "attn_out")].expand_as)
-    with patterns:
-        running.under(_merged(edits), max(map(len, by_layer.values())))
-    return {target: patterns.scores[layer][row] for layer, some in by_layer.items() for row, target in enumerate(some)}
+    running.under(_merged(edits), max(map(len, by_layer.values())))
+    rows = ((target, Site(layer, "scores"), row) for layer, some in by_layer.items() for row, target in enumerate(some))
+    return {target: widened(scores[site][row]) for target, site, row in rows}
 
 
 def _attended(
-    target: Target, fresh: Float[Tensor, "h t s"], base: Float[Tensor, "h t s"], slope: Float[Tensor, "h t s"], question: Question
+    target: Target, fresh: Float[Tensor, "t h s"], base: Float[Tensor, "t h s"], slope: Float[Tensor, "t h s"], question: Question
 ) -> Float[Tensor, " columns"]:
     """Return the change of the attention probabilities, times their gradient, for a query or key patched at each column."""
-    moved = (fresh != base).flatten(1).any(1)  # a head's own scores, or those of a group that shares a key
-    fresh, base, slope = fresh[moved], base[moved], slope[moved]
+    moved = (fresh != base).any(0).any(1)  # a head's own scores, or those of a group that shares a key
+    fresh, base, slope = fresh[:, moved], base[:, moved], slope[:, moved]
     before, positions = base.softmax(-1), torch.tensor(list(question.sources), device=base.device)
     if _side(target) == "q":  # a query has a row of its own
-        return columns(question, ((fresh.softmax(-1) - before) * slope).sum((0, 2))[positions])
+        return columns(question, ((fresh.softmax(-1) - before) * slope).sum((1, 2))[positions])
     effects: list[Tensor] = []
     for _, places in question.columns:
         patched = base.clone()

@@ -24,8 +24,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mi_route2.checks import checked
-from mi_route2.hosts.base import LEAK, Edit, Host, reader
-from mi_route2.patching.attribution import chunks, expose, gradients, midpoints, put_at, scored
+from mi_route2.hosts.base import LEAK, Edit, Host, expose, gradients, reader
+from mi_route2.patching.attribution import chunks, midpoints, put_at, scored
 from mi_route2.patching.forwards import Whole
 from mi_route2.patching.grid import t_interval
 from mi_route2.patching.question import Answers, CleanRun, Given, Metric, Prompts, Question, ask, each_pair

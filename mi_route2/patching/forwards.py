@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from mi_route2.architectures import PATTERNS
 from mi_route2.hosts.base import Edit, Host, forward_hooks, of_libraries
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.patching.targets import Target, entries, seen_by
@@ -166,6 +167,16 @@ class Forwards(Protocol):
     def run(self, group: CellGroup, rows: Sequence[PatchedRow]) -> Float[Tensor, "n v"]:
         """Return the logits at the last token of each row."""
         ...
+
+
+def by_position(edits: Mapping[Site, Edit]) -> dict[Site, Edit]:
+    """Give the edits of ``scores`` and ``pattern`` values ``[b q h k]``, whose positions and heads are where others have them."""
+    return {site: partial(_by_position, edit) if site.point in PATTERNS else edit for site, edit in edits.items()}
+
+
+def _by_position(edit: Edit, value: Tensor) -> Tensor | None:
+    new = edit(value.transpose(1, 2))
+    return None if new is None else new.transpose(1, 2)
 
 
 def selecting(into: dict[Site, Tensor], site: Site, index: Tensor) -> Edit:
@@ -516,7 +527,7 @@ class Whole:
     def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> SiteRecord:
         values: dict[Site, Tensor] = {}
         index = torch.tensor(places, device=self._device)
-        with torch.no_grad(), self.host.hooks({site: selecting(values, site, index) for site in sites}):
+        with torch.no_grad(), self.host.hooks(by_position({site: selecting(values, site, index) for site in sites})):
             logits = self.host.logits(torch.tensor([list(tokens)], device=self._device))
         return SiteRecord(values, logits[0, -1])
 
@@ -544,15 +555,16 @@ class Whole:
 
     def under(self, edits: Mapping[Site, Edit], n: int) -> Float[Tensor, "n v"]:
         """Return the logits at the last token of ``n`` copies of the started run, under ``edits``."""
-        with torch.no_grad(), self.host.hooks(edits):
+        with torch.no_grad(), self.host.hooks(by_position(edits)):
             return self.host.logits(self._tokens.expand(n, -1))[:, -1]
 
 
-def forwards(host: Host, how: str = "auto") -> Forwards:
-    """Return ``resumed`` or ``whole`` forwards, or for ``auto`` the first of them that the host supports.
+def forwards(host: Host, how: str = "auto", targets: Sequence[Target] = ()) -> Forwards:
+    """Return ``resumed`` or ``whole`` forwards, or for ``auto`` the first of them that the host and the ``targets`` support.
 
     Raises:
-        ValueError: Another name, or ``resumed`` on a host or architecture without a decoder, or under hooks of others.
+        ValueError: Another name, or ``resumed`` on a host or architecture without a decoder, under hooks of others, or at a target
+            whose values have an axis of keys.
     """
     if how not in ("auto", "resumed", "whole"):
         raise ValueError(f"unknown forwards {how!r}: choose among auto, resumed, whole")
@@ -560,6 +572,8 @@ def forwards(host: Host, how: str = "auto") -> Forwards:
         return Whole(host)
     try:
         _refuse_hooks(host)
+        if keyed := [target for target in targets if target.site.point in PATTERNS]:
+            raise ValueError(f"{keyed[0]} has an axis of keys, which a resumed run sees in part: take how='whole'")
         if (decoder := Decoder(host)).private:
             raise ValueError("the model keeps its state in a cache of its own, from which no forward can resume: use whole")
         return Resumed(decoder)

@@ -121,6 +121,9 @@ def _recording(forwards: Forwards, question: Question, sites: Sequence[Site]) ->
         clean = _captured(question.clean, corrupt, sources)
     else:
         clean = forwards.record(question.clean.tokens[: question.clean_at + 1], sites, sources)
+        for site, here in corrupt.values.items():
+            if clean.values[site].shape != here.shape:
+                raise ValueError(f"{site} has other keys in the clean run than in the corrupt one: give prompts of equal length")
     question.grader.check(len(corrupt.logits))
     logits = torch.stack([clean.logits.to(corrupt.logits), corrupt.logits])
     first, second = question.grader(logits, logits[0]).tolist()
@@ -321,7 +324,8 @@ def preparing(
     if tokens is not None and tokens < 1:
         raise ValueError(f"forwards of {tokens} tokens are not possible: give at least 1, or leave tokens out")
     question = ask(host, clean, corrupt, positions, metric, answer, foil, at, alpha=alpha, tokenizer=tokenizer, together=together)
-    chosen, running, version = choose(host, sites), forwards(host, how), ModelVersion(host)
+    chosen, version = choose(host, sites), ModelVersion(host)
+    running = forwards(host, how, chosen)
     before = version.current  # of before the first pause, in which others may change the model: ``run`` then refuses to go on
     _refuse_cells(len(chosen) * len(question.sources), most)  # a cell of all positions together has as many values
     yield
@@ -417,7 +421,7 @@ def sweep(
         metric: ``logit_diff``, ``logprob`` (nats), ``kl`` of the clean from the patched distribution (nats), or a function of one
             run's logits ``[v]`` at the scored position, in float64, that returns a number.
         alpha: 1 replaces, 0 changes nothing.
-        heads: patch q, k, v and z head by head.
+        heads: patch points with heads (q, k, v, z, scores, pattern, result) head by head.
         together: patch all positions at once, in one cell per site.
         at: the scored position, the last if ``None``.
         tokenizer: encodes texts and labels tokens.

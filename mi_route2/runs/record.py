@@ -12,6 +12,7 @@ from jaxtyping import Int
 from pydantic import PlainValidator
 from torch import Tensor
 
+from mi_route2.architectures import PATTERNS
 from mi_route2.checks import Mask, as_mask, checked
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.runs.store import RunStore, Writer
@@ -137,6 +138,8 @@ def record(
     sites, selection = tuple(sites), selection or TokenSelection()
     if not sites:
         raise ValueError("nothing to record: give at least one site, as Site(0, 'resid_post')")
+    if keyed := [site for site in sites if site.point in PATTERNS]:
+        raise ValueError(f"{keyed[0]} has an axis of keys, for which a stored run has no room: read it with host.capture")
     if isinstance(runs, str):
         raise ValueError(f"runs is the text {runs!r:.40}: give one id for each row, as [{runs!r:.40}]")
     real = torch.ones_like(tokens, dtype=torch.bool) if attention is None else as_mask("attention", attention)

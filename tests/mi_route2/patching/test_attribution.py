@@ -134,7 +134,7 @@ def test_atp_star_says_where_it_is_impossible() -> None:
     AttentionInterface.register("own softmax", own_softmax)
     AttentionMaskInterface.register("own softmax", _exact_mask)
     host = open_host("torch", make_family("GPT2", attn="own softmax"))
-    with pytest.raises(ValueError, match=r"layer 0 calls neither softmax nor sdpa of torch.*method='ig'"):
+    with pytest.raises(ValueError, match=r"layer 0 calls neither softmax nor sdpa of torch.*'sdpa'"):
         attribute(host, sites="q", method="atp*", **ASKED)
     assert attribute(host, sites="v", method="atp*", **ASKED).effect.max() > 0  # needs no probabilities
     single = open_host("torch", move_all(make_decoder("Llama", num_hidden_layers=1)))
