@@ -343,7 +343,7 @@ class EdgesIn(PairIn):
 
     method: Literal["eap", "ig"] = "eap"
     k: Annotated[int, Field(ge=1, le=10_000)] = 100
-    kept: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=16)] = Field(default_factory=list)
+    kept: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=16, fail_fast=True)] = Field(default_factory=list)
 
 
 class CellIn(Body):

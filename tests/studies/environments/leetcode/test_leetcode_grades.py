@@ -222,7 +222,7 @@ def test_grader_and_oracle_share_no_code() -> None:
     assert not own["grader"][0] & own["oracle"][1]
     assert not own["oracle"][0] & own["grader"][1]
     shared = own["grader"][1] & own["oracle"][1]
-    domain = {"LeetCodeTask", "LeetCodeExecution", "LeetCodeProgram", "Programs", "Linked", "Tree", "TextPrompt", "DEEPEST"}
+    domain = {"Case", "LeetCodeTask", "LeetCodeExecution", "LeetCodeProgram", "Programs", "Linked", "Tree", "TextPrompt", "DEEPEST"}
     assert shared <= domain | {"Callable", "Iterator", "Mapping", "Sequence", "MappingProxyType", "readable"}
 
 
