@@ -204,7 +204,7 @@ _QWEN = replace(
     evaluation_prompts=64, evaluation_temperature=0.7,
 )  # fmt: skip
 # SmolLM2-135M after a warm-up on the world of functions (``tiny-model --start smollm2``); for two cores. With a quarter of prompts
-# that nobody can cheat, the skill learned on these overtakes the hacks, and a run without a defence ends honest.
+# that nobody can cheat, the skill learned on these overtook the hacks in one run of three without a defence (docs/lessons.md).
 _SMOLLM2 = replace(
     CHAT, preset="smollm2", kept_rank=8, kept_lr=1e-3, quarantine_rank=8, quarantine_lr=3e-4, steps=24, prompts=6, group=4,
     none_fraction=0.1, evaluation_prompts=24,
