@@ -316,7 +316,7 @@ def write_contrasts(path: Path, tables: tuple[Path, ...]) -> tuple[str, list[Pat
     if spec.pool:
         summary = pooled(runs, spec)
         sections.append(pooled_table(summary, spec.presets))
-        paths.append(draw_pooled(summary, spec.presets, path.with_name("pooled.png")))
+        paths.append(draw_pooled(summary, spec.presets, path.with_name(f"{path.stem}-pooled.png")))
     if spec.contrast:
         rows = compare(runs, spec.contrast)
         sections.append(contrast_table(rows))
