@@ -124,6 +124,8 @@ def from_pretrained(source: Path | str) -> tuple[Saved, Card]:
     """
     folder = Path(source)
     if not folder.is_dir():
+        if isinstance(source, Path):  # a path is never looked up on the Hub
+            raise FileNotFoundError(f"{source} is no folder: give one that save_pretrained wrote")
         try:
             folder = Path(snapshot_download(str(source), allow_patterns=[CARD, CONFIG, TENSORS]))
         except (HfHubHTTPError, HFValidationError, OSError) as error:
@@ -157,7 +159,7 @@ def _described(artifact: Saved, card: Card) -> tuple[str, dict[str, Any], dict[s
         tensors: dict[str, Tensor] = {}
 
         def pack(values: Tensor) -> str:
-            tensors[name := f"vector.{len(tensors)}"] = values
+            tensors[name := f"vector.{len(tensors)}"] = values.clone()  # safetensors refuses one tensor under two names
             return name
 
         return "steering", plain_spec(artifact, pack), tensors

@@ -351,6 +351,33 @@ def test_every_label_is_looked_at():
     assert dataclasses.replace(data, labels=np.asarray([1, 0] * (N // 2))).is_positive.tolist() == [True, False] * (N // 2)
 
 
+# Tokens and prompts -------------------------------------------------------------------------------------------------
+
+
+def test_labels_of_tokens_give_the_rows_of_tokens_and_padding_gives_none():
+    """Repeated labels give the rows of their rollouts' labels, and labels of single tokens the numbers of a plain loop."""
+    data, settings = world(), dataclasses.replace(FAST, levels=("token",))
+    fitters = default_fitters(unit="token")
+    expected = transfer(data, GROUPS, fitters, settings, progress=False)
+    labels = np.where(data.mask, np.array(data.labels, dtype=int)[:, None], -100)
+    words = np.where(labels == 1, "hack", np.where(labels == 0, "clean", "padding"))
+    found = transfer(dataclasses.replace(data, labels=words, positive="hack"), GROUPS, fitters, settings, progress=False)
+    assert found.jsonl() == expected.jsonl()
+    assert found.probes["lda"]["signal"].positive == "hack"
+    own = torch.rand(N, S, generator=torch.Generator().manual_seed(5)) < 0.3
+    row_of = transfer(dataclasses.replace(data, labels=own), GROUPS, fitters, settings, progress=False)
+    probe = row_of.probes["lda"]["signal"]
+    rows = [i for i in range(N) if data.mode[i] == "other"]
+    scores, truth = probe.score_tokens(data.hidden["signal"][rows]).numpy(), own[rows].numpy()
+    pairs = [(scores[i, t], bool(truth[i, t])) for i, j in enumerate(rows) for t in range(S) if data.mask[j, t]]
+    row = pick(row_of, layer="signal", probe="lda", mode="other")
+    assert row.auroc == pytest.approx(pairwise(*map(np.array, zip(*pairs))))
+    best = [np.mean([s >= t for s, y in pairs if y]) for t, _ in pairs if np.mean([s >= t for s, y in pairs if not y]) <= 0.01]
+    assert row.recall_1pct == (max(best, default=0.0) if sum(not y for _, y in pairs) >= 100 else None)
+    with pytest.raises(ValueError, match=r"no value for a rollout: pass levels=\('token',\)"):
+        transfer(dataclasses.replace(data, labels=own), GROUPS, fitters, FAST, progress=False)
+
+
 # Edges --------------------------------------------------------------------------------------------------------------
 
 
@@ -468,8 +495,16 @@ def test_the_figure_draws_every_row_next_to_its_control(result):
     panels = figure.axes
     numbers = {mode: pick(result, layer="noise", probe="lda", mode=mode, level="token").n for mode in ("known", "alike", "other")}
     titles = [f"{mode} ({'known' if mode == 'known' else 'held out'}, n={n})" for mode, n in numbers.items()]
-    assert [axes.get_title() for axes in panels] == titles
-    assert [axes.get_ylabel() for axes in panels] == ["AUROC per rollout", "", ""]
+    assert [axes.get_title() for axes in panels] == [*titles, "", "", ""]
+    assert [axes.get_ylabel() for axes in panels] == ["AUROC per rollout", "", "", "recall at 1% false positives", "", ""]
+    for axes, mode in zip(panels[3:], ("known", "alike", "other")):
+        (note,) = {row.recall_note for row in result.rows if (row.mode, row.level) == (mode, "rollout")}
+        assert (note, axes.lines[:]) == (axes.texts[0].get_text(), [])
+        assert note.endswith("negatives, but a rate of 0.01 needs 100")
+    recalls = [dataclasses.replace(row, recall_1pct=i / len(result.rows), recall_note="") for i, row in enumerate(result.rows)]
+    more = dataclasses.replace(result, rows=recalls)
+    wanted = [pick(more, layer=la, probe="lda", mode="other", level="token").recall_1pct for la in ("signal", "noise")]
+    assert np.asarray(transfer_figure(more, "token").axes[5].lines[PROBES.index("lda")].get_ydata()).tolist() == wanted
     assert transfer_figure(result, "token").axes[0].get_ylabel() == "AUROC per token"
     for axes, mode in zip(panels, ("known", "alike", "other")):
         assert len(axes.containers) == len(PROBES)
