@@ -12,7 +12,6 @@ positive would exceed the rate.
 """
 
 import math
-
 from dataclasses import dataclass
 
 import numpy as np

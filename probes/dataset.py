@@ -30,7 +30,8 @@ class Dataset:
         positive: the class of the labels that scores rise for.
 
     Raises:
-        ValueError: labels that are neither ``positive`` nor plain (see ``probe.class_mask``), sizes that disagree, no layer, a rollout without a position, a masked activation that is not finite.
+        ValueError: labels that ``probe.class_mask`` refuses, sizes that disagree, no layer, a rollout without a position, a masked
+            activation that is not finite.
     """
 
     hidden: dict[str, Float[Tensor, "b s _d"]]
@@ -77,9 +78,7 @@ def group_ids(group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tens
     group = [_value(key) for key in plain]
     for i, key in enumerate(group):
         if _has_nan(key):
-            raise ValueError(
-                f"Group {i} is NaN, which equals nothing: number the groups, or give '' for an empty prompt."
-            )
+            raise ValueError(f"Group {i} is NaN, which equals nothing: number the groups, or give '' for an empty prompt.")
     seen: dict[Hashable, int] = {}
     return np.array([seen.setdefault(key, len(seen)) for key in group], dtype=np.int64)
 

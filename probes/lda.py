@@ -25,9 +25,7 @@ class LdaFitter(ExampleStore):
     `shrinkage` is "auto", a number in [0, 1], or None. The score rises for the label `positive`.
     """
 
-    def __init__(
-        self, shrinkage: float | Literal["auto"] | None = "auto", unit: Unit = "rollout", positive: Class = True
-    ) -> None:
+    def __init__(self, shrinkage: float | Literal["auto"] | None = "auto", unit: Unit = "rollout", positive: Class = True) -> None:
         if shrinkage not in ("auto", None) and not 0 <= shrinkage <= 1:
             raise ValueError(f"Shrinkage {shrinkage} is not 'auto', None or a number in [0, 1].")
         super().__init__(unit, positive)

@@ -22,9 +22,9 @@ from mi_route2.probes.probe import Class, ExampleStore, Unit
 class LogisticFitter(ExampleStore):
     """Fitter of a logistic probe; it stores the examples (float64, CPU) until `fit`.
 
-    The score rises for the label `positive`. `c > 0` is the inverse of the penalty's strength. The objective is strictly convex in `u` and the solver (lbfgs) is
-    deterministic, so all seeds give the same result; `seed` only fixes random choices that another version of scikit-learn might
-    make.
+    The score rises for the label `positive`. `c > 0` is the inverse of the penalty's strength. The objective is strictly convex in
+    `u` and the solver (lbfgs) is deterministic, so all seeds give the same result; `seed` only fixes random choices that another
+    version of scikit-learn might make.
     """
 
     def __init__(

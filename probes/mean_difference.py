@@ -44,7 +44,8 @@ class MeanDifferenceFitter:
 
     def fit(self) -> AffineProbe:
         """Return the fitted probe. ValueError without both classes, or if their means coincide."""
-        require_both_classes(*self._counts.tolist(), self._positive)
+        negatives, positives = self._counts.tolist()
+        require_both_classes(negatives, positives, self._positive)
         assert self._sums is not None
         assert self._sizes is not None
         clean, positive = self._sums / self._counts[:, None]

@@ -13,7 +13,6 @@
 A folder that differs from this is refused with the reason, so what loads is what was saved.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, field
 from pathlib import Path
@@ -190,7 +189,8 @@ def _write(folder: Path, artifact: Saved, card: Card, kind: str, settings: Mappi
     rises = "" if positive is None else f" Its score rises for the label `{positive!r}`."
     body = (
         f"# {TITLES[kind]} of {card.base_model}\n\nAt {', '.join(f'`{site}`' for site in sites)}.{rises}\n\n{card.note}\n\n"
-        "```python\nfrom mi_route2.probes.store import from_pretrained\n\nartifact, card = from_pretrained(\"path or owner/name\")\n```\n"
+        "```python\nfrom mi_route2.probes.store import from_pretrained\n\n"
+        'artifact, card = from_pretrained("path or owner/name")\n```\n'
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}").save(folder / CARD)
 

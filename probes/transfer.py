@@ -2,9 +2,10 @@
 
 For every layer and probe: fit on part of the known mode's rollouts, calibrate on a second part, test on a third (the known row)
 and on each held-out mode: AUROC with a bootstrap interval over prompts, recall at 1% false positives, Brier, ECE and the
-reliability curve. All rollouts of a prompt are in one part, and test prompts of every mode are in no other part. Every row also has the mean and the 95th percentile of the AUROC of random directions: a number that random directions reach is no
-finding. This module uses only rollouts, labels and mode names. A row depends on its own layer, probe and mode, and not on which
-others are studied.
+reliability curve. All rollouts of a prompt are in one part, and test prompts of every mode are in no other part. Every row also
+has the mean and the 95th percentile of the AUROC of random directions: a number that random directions reach is no finding. This
+module uses only rollouts, labels and mode names. A row depends on its own layer, probe and mode, and not on which others are
+studied.
 """
 
 import json
@@ -19,8 +20,8 @@ from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
-from mi_route2.probes.auroc import auroc, auroc_interval, cluster_draws, recall_at_fpr
 from mi_route2.probes.affine import AffineProbe
+from mi_route2.probes.auroc import auroc, auroc_interval, cluster_draws, recall_at_fpr
 from mi_route2.probes.calibration import Calibrator, ReliabilityBin, brier, ece, fit_isotonic, fit_platt, reliability
 from mi_route2.probes.dataset import Dataset, group_ids, split_groups
 from mi_route2.probes.direction import DirectionProbe
@@ -165,8 +166,8 @@ def transfer(
 
     Raises:
         TypeError: one text in place of the list of prompts.
-        ValueError: `prompts` of another length or with NaN, a known mode that does not occur or has too few hack or clean prompts, a
-            mode without any rollout after shared prompts are dropped, or scores of rollouts from labels of tokens.
+        ValueError: `prompts` of another length or with NaN, a known mode that does not occur or has too few hack or clean prompts,
+            a mode without any rollout after shared prompts are dropped, or scores of rollouts from labels of tokens.
     """
     group = group_ids(prompts)
     if len(group) != len(dataset.mode):

@@ -30,12 +30,12 @@ from mi_route2.engine import Engine, Request, Sampling
 from mi_route2.hosts.base import Host
 from mi_route2.patching import Grid, sweep
 from mi_route2.patching.patches import FromRun, Patch
+from mi_route2.probes import store
 from mi_route2.probes.auroc import auroc
 from mi_route2.probes.dataset import Dataset
 from mi_route2.probes.direction import DirectionFitter
 from mi_route2.probes.lda import LdaFitter
 from mi_route2.probes.mean_difference import MeanDifferenceFitter
-from mi_route2.probes import store
 from mi_route2.routing import (
     MaskRoute,
     MaskSpec,

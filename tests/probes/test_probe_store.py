@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hub
 import pytest
 import torch
 import uvicorn
-import hub
 from families import make_batch, make_policy, make_rollouts
 from huggingface_hub import ModelCard
 
@@ -57,7 +57,8 @@ def test_a_saved_probe_scores_the_same_bit_for_bit_and_its_card_is_the_hubs(tmp_
 def test_saved_steering_acts_the_same(tmp_path: Path) -> None:
     v, later = Vector(torch.randn(6, generator=torch.Generator().manual_seed(2))), Site(2, "resid_pre")
     gate = Monitor(SITE, WEIGHT, threshold=0.3, gates=(), quarantine="close", adds=(Steer(later, v, 0.5),), name="gate")
-    steering = Steering((Steer(SITE, v),), decode=(Steer(later, WEIGHT, -2.0),), clamps=(Clamp(SITE, v, high=1.5),), monitors=(gate,))
+    decode, clamps = (Steer(later, WEIGHT, -2.0),), (Clamp(SITE, v, high=1.5),)
+    steering = Steering((Steer(SITE, v),), decode=decode, clamps=clamps, monitors=(gate,))
     save_pretrained(steering, tmp_path / "s", Card("org/model"))
     loaded, _ = from_pretrained(tmp_path / "s")
     assert loaded == steering
