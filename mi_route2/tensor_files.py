@@ -71,7 +71,7 @@ def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tens
     if checksum is None and not unchecked:
         raise ValueError(
             f"{path} has no checksum, so changes of it cannot be detected: write it again, or pass unchecked=True to "
-            "load_adapters, Directions.load or load_probe"
+            "load_adapters or Directions.load"
         )
     if checksum is not None and checksum != digest(tensors, header):
         raise ValueError(f"{path} is damaged: its content does not match its own checksum; delete it and write it again")

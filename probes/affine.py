@@ -2,7 +2,7 @@
 
     f(h) = <w, h> + c
 
-f > 0 means "hack" at equal odds. Mean-difference, LDA and logistic regression differ only in how they choose (w, c).
+f > 0 means the class `positive` at equal odds. Mean-difference, LDA and logistic regression differ only in how they choose (w, c).
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.checks import Mask, checked
-from mi_route2.probes.probe import inner, pool, require_width, widen
+from mi_route2.probes.probe import Class, inner, pool, require_width, widen
 
 
 @checked
@@ -20,11 +20,13 @@ from mi_route2.probes.probe import inner, pool, require_width, widen
 class AffineProbe:
     """Affine probe with a copy of `weight [d]` and a `bias` (a float), both finite (ValueError otherwise).
 
+    The score rises for the label `positive`.
     Scores are computed in the activations' dtype, at least float32.
     """
 
     weight: Float[Tensor, " d"]
     bias: float
+    positive: Class = True
 
     def __post_init__(self) -> None:
         bias = torch.tensor([self.bias], dtype=torch.float64, device="cpu")

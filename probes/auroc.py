@@ -1,14 +1,17 @@
-"""Area under the ROC curve, exact with ties, and its bootstrap interval over clusters.
+"""Area under the ROC curve, exact with ties, its bootstrap interval over clusters, and recall at few false positives.
 
     AUROC = P(score of a hack > score of a clean one) + P(equal) / 2
           = c' M c / ((c . n1) (c . n0))
+    recall at a rate a of false positives = max over thresholds t with  #{clean: s >= t} <= a n0  of  #{hack: s >= t} / n1
 
 Cluster i holds n1_i hacks and n0_i clean items, M_ij is the number of pairs (hack of i, clean of j) in the right order (ties count
 half), and c_i is how often cluster i was drawn; c = 1 gives the plain value. So one table of pairs serves every bootstrap draw.
 Clusters are rollouts, or rollouts of one text, and never tokens: tokens of a rollout are not independent, and an interval that
-assumes so is far too narrow.
+assumes so is far too narrow. Recall is that of a threshold, without interpolation, and undefined if a n0 < 1: a single false
+positive would exceed the rate.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,13 +47,40 @@ def auroc(scores: Float[np.ndarray, " n"], positive: Labels) -> float | None:
     Raises:
         ValueError: a score that is not finite, or a label other than 0 and 1.
     """
-    if not np.isfinite(scores).all():
-        raise ValueError("Scores must be finite, because a NaN has no rank: leave such items out.")
-    positive = binary(positive)
-    above, below = scores[positive], np.sort(scores[~positive])
+    above, below = _sides(scores, positive)
     if not len(above) or not len(below):
         return None
     return float(_below(below, above).mean() / len(below))
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Recall at a bounded rate of false positives; `value` is None if undefined, which `note` explains."""
+
+    value: float | None
+    note: str = ""
+
+
+@checked
+def recall_at_fpr(scores: Float[np.ndarray, " n"], positive: Labels, rate: float = 0.01) -> Recall:
+    """Return the largest recall of a threshold (`score >= t`) that flags at most the share `rate` of the negatives.
+
+    Raises:
+        ValueError: a score that is not finite, a label other than 0 and 1, or a rate outside (0, 1).
+
+    Examples:
+        >>> recall_at_fpr(np.array([0.9, 0.1]), np.array([True, False]))
+        Recall(value=None, note='1 negatives, but a rate of 0.01 needs 100')
+    """
+    if not 0 < rate < 1:
+        raise ValueError(f"A rate of false positives lies strictly between 0 and 1, not {rate}.")
+    above, below = _sides(scores, positive)
+    allowed = math.floor(rate * len(below) + 1e-9)  # 0.07 * 100 is 7.000000000000001, and 0.29 * 100 is 28.999999999999996
+    if not allowed:
+        return Recall(None, f"{len(below)} negatives, but a rate of {rate:g} needs {math.ceil(1 / rate - 1e-9)}")
+    if not len(above):
+        return Recall(None, "no positives")
+    return Recall(float((above > below[-1 - allowed]).mean()))  # a threshold at or below this negative flags one too many
 
 
 @checked
@@ -99,6 +129,16 @@ def cluster_draws(clusters: int, draws: int, rng: np.random.Generator) -> Int[np
     if clusters < 1:
         raise ValueError(f"A bootstrap needs at least one cluster to draw from, not {clusters}.")
     return rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=draws)
+
+
+def _sides(
+    scores: Float[np.ndarray, " n"], positive: Labels
+) -> tuple[Float[np.ndarray, " n_positive"], Float[np.ndarray, " n_negative"]]:
+    """Return the scores of the positives, and those of the negatives in increasing order."""
+    if not np.isfinite(scores).all():
+        raise ValueError("Scores must be finite, because a NaN has no rank: leave such items out.")
+    positive = binary(positive)
+    return scores[positive], np.sort(scores[~positive])
 
 
 def _below(ordered: Float[np.ndarray, " n"], values: Float[np.ndarray, " m"]) -> Float[np.ndarray, " m"]:

@@ -1,11 +1,12 @@
-"""Labeled activations of rollouts in several modes, and splits that never share a text.
+"""Labeled activations of rollouts in several modes, and splits that never share a prompt.
 
-Rollouts with one group id (the same prompt and completion, or, coarser, the same prompt) stay on one side of every split. A small
-model writes the same program many times, and a probe could recognize a text that it was trained on.
+All rollouts of a prompt stay on one side of every split. A model writes similar programs for one prompt, and a probe could
+recognize what it was trained on.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mi_route2.checks import Mask, as_mask, checked
+from mi_route2.probes.probe import Class, Labels, class_mask
 
 
 @checked
@@ -23,28 +25,28 @@ class Dataset:
     Attributes:
         hidden: layer name -> `[b s d]` (`d` may differ between layers); finite inside the mask, any value outside.
         mask: predictor positions, at least one per rollout.
-        positive: the label of each rollout, stored as a list.
+        labels: one label per rollout, or per token.
         mode: the mode of each rollout.
+        positive: the class of the labels that scores rise for.
 
     Raises:
-        ValueError: sizes that disagree, no layer, a rollout without a position, a masked activation that is not finite.
+        ValueError: labels that ``probe.class_mask`` refuses, sizes that disagree, no layer, a rollout without a position, a masked
+            activation that is not finite.
     """
 
     hidden: dict[str, Float[Tensor, "b s _d"]]
     mask: Mask
-    positive: Sequence[bool] | Bool[np.ndarray, " b"]
+    labels: Labels
     mode: list[str]
+    positive: Class = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", as_mask("mask", self.mask))
-        if wrong := [label for label in self.positive if not isinstance(label, bool | np.bool_)]:
-            raise ValueError(f"Labels are True or False, not {wrong[0]!r}.")
-        object.__setattr__(self, "positive", [bool(label) for label in self.positive])
         n = len(self.mask)
         if not self.hidden or not n:
             raise ValueError("A dataset needs at least one layer and one rollout.")
-        if len(self.positive) != n or len(self.mode) != n:
-            raise ValueError(f"{n} rows in the mask, {len(self.positive)} labels and {len(self.mode)} modes: give one per rollout.")
+        if len(self.labels) != n or len(self.mode) != n:
+            raise ValueError(f"{n} rows in the mask, {len(self.labels)} labels and {len(self.mode)} modes: give one per rollout.")
         if not bool(self.mask.any(dim=1).all()):
             raise ValueError("Every rollout needs at least one position in the mask.")
         for layer, h in self.hidden.items():
@@ -52,26 +54,12 @@ class Dataset:
                 raise ValueError(f"Layer {layer!r} is {tuple(h.shape)}, but the mask is {tuple(self.mask.shape)}.")
             if not bool(torch.isfinite(h[self.mask.to(h.device)]).all()):
                 raise ValueError(f"Layer {layer!r} holds NaN or infinity inside the mask: leave such rollouts out.")
+        _ = self.is_positive  # checks the labels
 
-
-def text_groups(prompts: Sequence[str], completions: Sequence[str]) -> list[int]:
-    """Return one id per rollout; ids are equal if and only if prompt and completion are.
-
-    Raises:
-        ValueError: different lengths.
-        TypeError: one text or a mapping in place of a list, or anything but a text in one, such as a NaN, as which pandas reads an
-            empty text.
-    """
-    if isinstance(prompts, str) or isinstance(completions, str):
-        raise TypeError("Prompts or completions are one text where a list of texts belongs: put it in brackets.")
-    if isinstance(prompts, Mapping) or isinstance(completions, Mapping):
-        raise TypeError("Prompts or completions are a mapping, whose keys are no texts: give list(....values()), in their order.")
-    if len(prompts) != len(completions):
-        raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one of each per rollout.")
-    for text in (*prompts, *completions):  # a prompt's object may have more than its text, such as a mode, and so differ
-        if not isinstance(text, str):
-            raise TypeError(f"One is a {type(text).__name__} in place of a text: give its text, or '' if there is none.")
-    return group_ids(list(zip(prompts, completions))).tolist()
+    @cached_property
+    def is_positive(self) -> Bool[Tensor, " b"] | Bool[Tensor, "b s"]:
+        """Whether each rollout, or each token in the mask, is of the class ``positive``; on the CPU."""
+        return class_mask(self.labels, self.mask, self.positive)
 
 
 def group_ids(group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tensor, " n"]) -> Int[np.ndarray, " n"]:
@@ -90,9 +78,7 @@ def group_ids(group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tens
     group = [_value(key) for key in plain]
     for i, key in enumerate(group):
         if _has_nan(key):
-            raise ValueError(
-                f"Group {i} is NaN, which equals nothing: number the groups, such as with text_groups ('' for no text)."
-            )
+            raise ValueError(f"Group {i} is NaN, which equals nothing: number the groups, or give '' for an empty prompt.")
     seen: dict[Hashable, int] = {}
     return np.array([seen.setdefault(key, len(seen)) for key in group], dtype=np.int64)
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.checks import Mask, checked
-from mi_route2.probes.probe import Labels, inner, pool, require_width, unit_vector, widen
+from mi_route2.probes.probe import Class, Labels, inner, pool, require_width, unit_vector, widen
 
 Score = Literal["cosine", "projection"]
 
@@ -22,10 +22,14 @@ Score = Literal["cosine", "projection"]
 @checked
 @dataclass(frozen=True, eq=False)
 class DirectionProbe:
-    """Probe with a copy of `direction [d]` of norm 1 (up to 1e-5; ValueError otherwise: `DirectionFitter` normalizes)."""
+    """Probe with a copy of `direction [d]` of norm 1 (up to 1e-5; ValueError otherwise: `DirectionFitter` normalizes).
+
+    `positive` is the label of the class that the direction points to.
+    """
 
     direction: Float[Tensor, " d"]
     score: Score = "cosine"
+    positive: Class = True
 
     def __post_init__(self) -> None:
         if self.score not in ("cosine", "projection"):
@@ -63,15 +67,15 @@ def _scaled(h: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
 
 @checked
 class DirectionFitter:
-    """Fitter that only normalizes a given vector, for loops over probes; `update` only checks the width."""
+    """Fitter that only normalizes a vector, which points to the class `positive`; `update` only checks the width."""
 
-    def __init__(self, vector: Float[Tensor, " d"], score: Score = "cosine") -> None:
-        self._probe = DirectionProbe(unit_vector(vector), score)
+    def __init__(self, vector: Float[Tensor, " d"], score: Score = "cosine", positive: Class = True) -> None:
+        self._probe = DirectionProbe(unit_vector(vector), score, positive)
 
     @checked
-    def update(self, h: Float[Tensor, "b s d"], mask: Mask, positive: Labels) -> None:
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, labels: Labels) -> None:
         """Check that the activations have the vector's width."""
-        del mask, positive  # not needed, because the direction is given
+        del mask, labels  # not needed, because the direction is given
         require_width(h, self._probe.direction.shape[0])
 
     def fit(self) -> DirectionProbe:

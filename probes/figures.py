@@ -1,6 +1,6 @@
-"""Figures of a transfer result: AUROC over layers against the random band, and reliability curves.
+"""Figures of a transfer result: AUROC over layers against the random band, recall at 1% false positives, reliability curves.
 
-One panel per mode. Gray: the random directions' mean (dashed) and the range up to their 95th percentile; a probe whose line stays
+One column per mode. Gray: the random directions' mean (dashed) and the range up to their 95th percentile; a probe whose line stays
 inside the gray band has found nothing. Create and save figures inside `mi_route2.plots.style()`.
 """
 
@@ -16,19 +16,29 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def transfer_figure(result: TransferResult, level: Unit = "rollout") -> Figure:
-    """Draw AUROC by layer, one panel per mode and one line per probe, with 95% bars. ValueError for a level that was not run."""
+    """Draw AUROC by layer with 95% bars, and below it recall at 1% false positives: a column per mode, a line per probe.
+
+    ValueError for a level that was not run.
+    """
     with style():
-        figure, panels = _panels(result, level)
-        for mode, (axes, rows) in panels.items():
+        figure, panels = _panels(result, level, 2)
+        for mode, ((axes, lower), rows) in panels.items():
             layers = list(dict.fromkeys(row.layer for row in rows))
             _random_band(axes, rows, layers)
             for index, probe in enumerate(result.probes):
-                _line(axes, [row for row in rows if row.probe == probe], layers, index, len(result.probes))
+                ours = [row for row in rows if row.probe == probe]
+                _line(axes, ours, layers, index, len(result.probes))
+                points = [(layers.index(row.layer), row.recall_1pct) for row in ours if row.recall_1pct is not None]
+                lower.plot(*zip(*points), **_look(index)) if points else None
+            if notes := dict.fromkeys(row.recall_note for row in rows if row.recall_note):
+                lower.text(0.5, 0.5, "\n".join(notes), transform=lower.transAxes, ha="center", wrap=True, fontsize=6)
             axes.set_title(_title(mode, rows))
-            axes.set_ylim(0, 1.02)
-            axes.set_xticks(range(len(layers)), layers, rotation=30, ha="right")
-        axes = next(iter(panels.values()))[0]
+            for each in (axes, lower):
+                each.set_ylim(0, 1.02)
+                each.set_xticks(range(len(layers)), layers, rotation=30, ha="right")
+        axes, lower = next(iter(panels.values()))[0]
         axes.set_ylabel(f"AUROC per {level}")
+        lower.set_ylabel("recall at 1% false positives")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
@@ -36,8 +46,8 @@ def transfer_figure(result: TransferResult, level: Unit = "rollout") -> Figure:
 def reliability_figure(result: TransferResult, layer: str, level: Unit = "rollout") -> Figure:
     """Draw the rate of hacks against the calibrated probability, one panel per mode. ValueError for a layer or level not run."""
     with style():
-        figure, panels = _panels(result, level)
-        for mode, (axes, rows) in panels.items():
+        figure, panels = _panels(result, level, 1)
+        for mode, ((axes,), rows) in panels.items():
             axes.plot([0, 1], [0, 1], color=GRAY, linestyle="--", linewidth=0.8, label="perfect")
             at_layer = [row for row in rows if row.layer == layer]
             if not at_layer:
@@ -51,19 +61,19 @@ def reliability_figure(result: TransferResult, layer: str, level: Unit = "rollou
             axes.set_xlabel("probability of a hack")
             # One legend per panel, because the ECEs differ; below it, so that it never covers the curves.
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), fontsize=6)
-        next(iter(panels.values()))[0].set_ylabel("rate of hacks")
+        next(iter(panels.values()))[0][0].set_ylabel("rate of hacks")
     return figure
 
 
-def _panels(result: TransferResult, level: Unit) -> tuple[Figure, dict[str, tuple[Axes, list[TransferRow]]]]:
-    """Return a figure with a row of panels, and the rows of each panel."""
+def _panels(result: TransferResult, level: Unit, height: int) -> tuple[Figure, dict[str, tuple[list[Axes], list[TransferRow]]]]:
+    """Return a figure with a column of `height` panels per mode, and the rows of each mode."""
     rows = [row for row in result.rows if row.level == level]
     if not rows:
         raise ValueError(f"No rows at level {level!r}; levels: {', '.join(result.settings.levels)}.")
     modes = list(dict.fromkeys(row.mode for row in rows))
-    figure = new_figure(width=min(PAGE_WIDTH, 1.0 + 2.2 * len(modes)), height=2.8)
-    axes = figure.subplots(1, len(modes), squeeze=False)[0]
-    return figure, {mode: (axes[i], [row for row in rows if row.mode == mode]) for i, mode in enumerate(modes)}
+    figure = new_figure(width=min(PAGE_WIDTH, 1.0 + 2.2 * len(modes)), height=0.6 + 2.2 * height)
+    axes = figure.subplots(height, len(modes), squeeze=False)
+    return figure, {mode: (axes[:, i].tolist(), [row for row in rows if row.mode == mode]) for i, mode in enumerate(modes)}
 
 
 def _random_band(axes: Axes, rows: list[TransferRow], layers: list[str]) -> None:

@@ -25,9 +25,9 @@ class HaarProbeFitter:
         self._width: int | None = None
 
     @checked
-    def update(self, h: Float[Tensor, "b s d"], mask: Mask, positive: Labels) -> None:
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, labels: Labels) -> None:
         """Store the width. ValueError if it changes."""
-        del mask, positive  # a control must not see the labels
+        del mask, labels  # a control must not see the labels
         if self._width not in (None, h.shape[-1]):
             raise ValueError(f"The activations had {self._width} features before, now {h.shape[-1]}: use one fitter per layer.")
         self._width = h.shape[-1]

@@ -15,20 +15,20 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
 from mi_route2.checks import checked
 from mi_route2.probes.affine import AffineProbe
-from mi_route2.probes.probe import ExampleStore, Unit
+from mi_route2.probes.probe import Class, ExampleStore, Unit
 
 
 @checked
 class LdaFitter(ExampleStore):
     """Fitter of an LDA probe; it stores the examples (float64, CPU) until `fit`.
 
-    `shrinkage` is "auto", a number in [0, 1], or None.
+    `shrinkage` is "auto", a number in [0, 1], or None. The score rises for the label `positive`.
     """
 
-    def __init__(self, shrinkage: float | Literal["auto"] | None = "auto", unit: Unit = "rollout") -> None:
+    def __init__(self, shrinkage: float | Literal["auto"] | None = "auto", unit: Unit = "rollout", positive: Class = True) -> None:
         if shrinkage not in ("auto", None) and not 0 <= shrinkage <= 1:
             raise ValueError(f"Shrinkage {shrinkage} is not 'auto', None or a number in [0, 1].")
-        super().__init__(unit)
+        super().__init__(unit, positive)
         self._shrinkage = shrinkage
 
     def fit(self) -> AffineProbe:
@@ -52,4 +52,4 @@ class LdaFitter(ExampleStore):
                 f"The covariance under shrinkage={self._shrinkage!r} is singular along the difference of the classes: {remedy}use "
                 "MeanDifferenceFitter where the examples of a class do not vary."
             )
-        return AffineProbe(torch.from_numpy(lda.coef_[0].copy()), float(lda.intercept_[0]))
+        return AffineProbe(torch.from_numpy(lda.coef_[0].copy()), float(lda.intercept_[0]), self._positive)

@@ -15,22 +15,24 @@ from sklearn.preprocessing import StandardScaler
 
 from mi_route2.checks import checked
 from mi_route2.probes.affine import AffineProbe
-from mi_route2.probes.probe import ExampleStore, Unit
+from mi_route2.probes.probe import Class, ExampleStore, Unit
 
 
 @checked
 class LogisticFitter(ExampleStore):
     """Fitter of a logistic probe; it stores the examples (float64, CPU) until `fit`.
 
-    `c > 0` is the inverse of the penalty's strength. The objective is strictly convex in `u` and the solver (lbfgs) is
-    deterministic, so all seeds give the same result; `seed` only fixes random choices that another version of scikit-learn might
-    make.
+    The score rises for the label `positive`. `c > 0` is the inverse of the penalty's strength. The objective is strictly convex in
+    `u` and the solver (lbfgs) is deterministic, so all seeds give the same result; `seed` only fixes random choices that another
+    version of scikit-learn might make.
     """
 
-    def __init__(self, c: float = 0.1, seed: int = 0, unit: Unit = "rollout", max_iterations: int = 1000) -> None:
+    def __init__(
+        self, c: float = 0.1, seed: int = 0, unit: Unit = "rollout", max_iterations: int = 1000, positive: Class = True
+    ) -> None:
         if not c > 0:
             raise ValueError(f"C must be positive, not {c}.")
-        super().__init__(unit)
+        super().__init__(unit, positive)
         self._c = c
         self._seed = seed
         self._max_iterations = max_iterations
@@ -42,4 +44,5 @@ class LogisticFitter(ExampleStore):
         model = LogisticRegression(C=self._c, class_weight="balanced", random_state=self._seed, max_iter=self._max_iterations)
         model.fit(scaler.transform(x), y)
         weight = model.coef_.reshape(-1) / scaler.scale_
-        return AffineProbe(torch.from_numpy(weight), float(np.ravel(model.intercept_)[0] - weight @ scaler.mean_))
+        bias = float(np.ravel(model.intercept_)[0] - weight @ scaler.mean_)
+        return AffineProbe(torch.from_numpy(weight), bias, self._positive)

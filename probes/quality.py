@@ -1,6 +1,7 @@
 """Quality of a mask, from one batch of rollouts: cheap enough for every training step.
 
     precision = TP / (TP + FP)      recall = fire_hack = TP / (TP + FN)      fire_clean = FP / (FP + TN)
+    recall_1pct = recall of the best threshold of the scores with FP / (FP + TN) <= .01       (`auroc.recall_at_fpr`)
     f05 = 1.25 TP / (1.25 TP + .25 FN + FP)      fire_ratio = fire_hack / fire_clean
 
 F uses beta = 1/2 because a wrong flag costs learning signal, while a missed hack may still be absorbed. `positive` is the oracle's
@@ -11,10 +12,10 @@ selected as hacks, and would improve every other number.
 import numpy as np
 from jaxtyping import Bool
 
-from mi_route2.probes.auroc import auroc, binary
+from mi_route2.probes.auroc import auroc, binary, recall_at_fpr
 
 Flags = list[bool] | list[int]
-KEYS = ("auroc", "precision", "recall", "f05", "fire_hack", "fire_clean", "fire_teacher", "fire_ratio")
+KEYS = ("auroc", "recall_1pct", "precision", "recall", "f05", "fire_hack", "fire_clean", "fire_teacher", "fire_ratio")
 
 
 def mask_quality(
@@ -23,14 +24,15 @@ def mask_quality(
     """Return the quality of scores and flags, given one of each per rollout.
 
     Args:
-        scores: higher means more hack-like; None if the mask has none (auroc is then None).
-        flags: the flags that the route used, after every gate; None if it flags nothing (all but auroc are then None).
+        scores: higher means more hack-like; None if the mask has none (auroc and recall_1pct are then None).
+        flags: the flags that the route used, after every gate; None if it flags nothing (all others are then None).
         positive: the oracle's label.
         teacher: True for rollouts that the student did not write; None if there are none.
 
     Returns:
-        Exactly `KEYS`. A value is None if undefined: no such rollouts, one class only (auroc), nothing flagged (precision), or no
-        clean rollout flagged (fire_ratio). f05 is None without hacks, and 0 if all hacks were missed.
+        Exactly `KEYS`. A value is None if undefined: no such rollouts, one class only (auroc), no hack or fewer than 100 clean
+        rollouts (recall_1pct), nothing flagged (precision), or no clean rollout flagged (fire_ratio). f05 is None without hacks,
+        and 0 if all hacks were missed.
 
     Raises:
         ValueError: lists of different lengths, a flag or label that is neither, or a score that is not finite.
@@ -38,7 +40,8 @@ def mask_quality(
     y, student = _labels(positive, teacher)
     out: dict[str, float | None] = dict.fromkeys(KEYS)
     if scores is not None:
-        out["auroc"] = auroc(_scores(scores, y)[student], y[student])
+        values = _scores(scores, y)[student]
+        out["auroc"], out["recall_1pct"] = auroc(values, y[student]), recall_at_fpr(values, y[student]).value
     if flags is None:
         return out
     fired = binary(np.asarray(flags))

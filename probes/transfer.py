@@ -1,15 +1,16 @@
 """Transfer study: test whether a probe trained on the known mode finds hacks of modes that it never saw.
 
 For every layer and probe: fit on part of the known mode's rollouts, calibrate on a second part, test on a third (the known row)
-and on each held-out mode: AUROC with a bootstrap interval over groups of rollouts, Brier, ECE and the reliability curve. Every
-row also has the mean and the 95th percentile of the AUROC of random directions: a number that random directions reach is no
-finding. This module uses only rollouts, labels and mode names. A row depends on its own layer, probe and mode, and not on which
-others are studied.
+and on each held-out mode: AUROC with a bootstrap interval over prompts, recall at 1% false positives, Brier, ECE and the
+reliability curve. All rollouts of a prompt are in one part, and test prompts of every mode are in no other part. Every row also
+has the mean and the 95th percentile of the AUROC of random directions: a number that random directions reach is no finding. This
+module uses only rollouts, labels and mode names. A row depends on its own layer, probe and mode, and not on which others are
+studied.
 """
 
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -19,9 +20,11 @@ from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
-from mi_route2.probes.auroc import auroc, auroc_interval, cluster_draws
+from mi_route2.probes.affine import AffineProbe
+from mi_route2.probes.auroc import auroc, auroc_interval, cluster_draws, recall_at_fpr
 from mi_route2.probes.calibration import Calibrator, ReliabilityBin, brier, ece, fit_isotonic, fit_platt, reliability
-from mi_route2.probes.dataset import Dataset, group_ids, split_groups, text_groups
+from mi_route2.probes.dataset import Dataset, group_ids, split_groups
+from mi_route2.probes.direction import DirectionProbe
 from mi_route2.probes.haar import HaarProbeFitter
 from mi_route2.probes.lda import LdaFitter
 from mi_route2.probes.logistic import LogisticFitter
@@ -29,7 +32,7 @@ from mi_route2.probes.mean_difference import MeanDifferenceFitter
 from mi_route2.probes.probe import Probe, ProbeFitter, Unit, pool
 from mi_route2.validation import AtLeastOne, Natural, validated
 
-__all__ = ["Dataset", "TransferResult", "TransferRow", "TransferSettings", "default_fitters", "text_groups", "transfer"]
+__all__ = ["Dataset", "TransferResult", "TransferRow", "TransferSettings", "default_fitters", "transfer"]
 
 FitterFactory = Callable[[str], ProbeFitter]
 
@@ -40,7 +43,7 @@ class TransferSettings:
 
     Attributes:
         known: the training mode.
-        levels: score rollouts, single tokens (with their rollout's label), or both.
+        levels: score rollouts, single tokens (with their own or their rollout's label), or both.
         calibration: map from scores to probabilities.
         fractions: fractions of the known mode to fit, to calibrate and to test on.
         draws: number of random directions, at least 20.
@@ -70,8 +73,9 @@ class TransferSettings:
 class TransferRow:
     """Results of one probe at one layer on one mode. Rates are in [0, 1]; AUROCs are None if a class is absent.
 
-    `n`, `n_positive` and `n_groups` count rollouts and groups; `dropped` counts the rollouts whose group was in the training or
-    calibration part. `auroc_low` and `auroc_high` are 95% bootstrap bounds.
+    `n`, `n_positive` (with a positive token, if tokens have labels) and `n_groups` count rollouts and prompts; `dropped` counts the
+    rollouts whose prompt was in the training or calibration part. `auroc_low` and `auroc_high` are 95% bootstrap bounds.
+    `recall_1pct` is the recall at 1% false positives, None where `recall_note` says why, such as too few negatives.
     """
 
     layer: str
@@ -86,6 +90,8 @@ class TransferRow:
     auroc: float | None
     auroc_low: float | None
     auroc_high: float | None
+    recall_1pct: float | None
+    recall_note: str
     random_mean: float | None
     random_p95: float | None
     random_draws: int
@@ -127,7 +133,7 @@ class _Activations(NamedTuple):
 
     h: Float[Tensor, "b s d"]
     mask: Bool[Tensor, "b s"]
-    positive: Bool[Tensor, " b"]
+    positive: Bool[Tensor, " b"] | Bool[Tensor, "b s"]
 
 
 def default_fitters(seed: int = 0, c: float = 0.1, unit: Unit = "rollout") -> dict[str, FitterFactory]:
@@ -144,7 +150,7 @@ def default_fitters(seed: int = 0, c: float = 0.1, unit: Unit = "rollout") -> di
 
 def transfer(
     dataset: Dataset,
-    group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tensor, " n"],
+    prompts: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tensor, " n"],
     fitters: Mapping[str, FitterFactory],
     settings: TransferSettings,
     progress: bool = True,
@@ -153,19 +159,21 @@ def transfer(
 
     Args:
         dataset: rollouts of the known mode and of the others.
-        group: one id per rollout; rollouts of one id are never in both training and test (`text_groups` makes such ids).
-        fitters: probe name -> layer name -> a new fitter.
+        prompts: the prompt of each rollout, or a number of it; all rollouts of a prompt stay on one side of every split.
+        fitters: probe name -> layer name -> a new fitter, which gets labels True and False; its probe is of `dataset.positive`.
         settings: see `TransferSettings`.
         progress: show a bar.
 
     Raises:
-        TypeError: one text in place of the list of ids.
-        ValueError: `group` of another length or with NaN, a known mode that does not occur or has too few hack or clean groups, or
-            a mode without any rollout after shared groups are dropped.
+        TypeError: one text in place of the list of prompts.
+        ValueError: `prompts` of another length or with NaN, a known mode that does not occur or has too few hack or clean prompts,
+            a mode without any rollout after shared prompts are dropped, or scores of rollouts from labels of tokens.
     """
-    group = group_ids(group)
+    group = group_ids(prompts)
     if len(group) != len(dataset.mode):
-        raise ValueError(f"{len(group)} group ids for {len(dataset.mode)} rollouts.")
+        raise ValueError(f"{len(group)} prompts for {len(dataset.mode)} rollouts: give one per rollout.")
+    if dataset.is_positive.ndim == 2 and "rollout" in settings.levels:
+        raise ValueError("Labels per token have no value for a rollout: pass levels=('token',), or one label per rollout.")
     fit, calibrate, folds = _folds(dataset, group, settings)
     rows: list[TransferRow] = []
     probes: dict[str, dict[str, Probe]] = {name: {} for name in fitters}
@@ -177,7 +185,7 @@ def transfer(
             drawn = int(_generator(settings.seed, layer).integers(2**63))
             control = _control(train, tests, settings, torch.Generator().manual_seed(drawn))
             for name, factory in fitters.items():
-                probe = probes[name][layer] = _fit(factory(layer), train)
+                probe = probes[name][layer] = _fit(factory(layer), train, dataset)
                 for level in settings.levels:
                     calibrator = _calibrator(probe, calibration, level, settings)
                     for fold, batch in tests:
@@ -192,7 +200,7 @@ def _folds(
     dataset: Dataset, group: Int[np.ndarray, " n"], settings: TransferSettings
 ) -> tuple[Int[np.ndarray, " _fit"], Int[np.ndarray, " _calibrate"], list[_Fold]]:
     """Return the rollouts to fit on, to calibrate on, and to test on in each mode (the known one first)."""
-    mode, positive = np.array(dataset.mode), np.array(dataset.positive, dtype=bool)
+    mode, positive = np.array(dataset.mode), _rollouts(dataset.is_positive).numpy()
     known = np.flatnonzero(mode == settings.known)
     if not len(known):
         raise ValueError(f"No rollout in mode {settings.known!r}; modes: {', '.join(sorted(set(dataset.mode)))}.")
@@ -205,7 +213,7 @@ def _folds(
         rows = test if name == settings.known else np.flatnonzero(mode == name)
         fresh = rows[~np.isin(group[rows], used)]
         if not len(fresh):
-            raise ValueError(f"Every rollout of mode {name!r} shares its group with a training rollout.")
+            raise ValueError(f"Every rollout of mode {name!r} shares its prompt with a training rollout.")
         cluster = group_ids(group[fresh])
         resamples = cluster_draws(int(cluster.max()) + 1, settings.bootstraps, _generator(settings.seed, name))
         folds.append(_Fold(name, fresh, cluster, resamples, len(rows) - len(fresh)))
@@ -221,13 +229,19 @@ def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, " n"]) -> _Activa
     """Return the selected rollouts at one layer."""
     index = torch.from_numpy(rows)
     h = dataset.hidden[layer]
-    positive = torch.tensor(dataset.positive, dtype=torch.bool, device="cpu")[index]
-    return _Activations(h[index.to(h.device)], dataset.mask[index.to(dataset.mask.device)].to(h.device), positive.to(h.device))
+    positive = dataset.is_positive[index].to(h.device)
+    return _Activations(h[index.to(h.device)], dataset.mask[index.to(dataset.mask.device)].to(h.device), positive)
 
 
-def _fit(fitter: ProbeFitter, batch: _Activations) -> Probe:
+def _rollouts(positive: Bool[Tensor, " b"] | Bool[Tensor, "b s"]) -> Bool[Tensor, " b"]:
+    """Return whether each rollout is positive; with labels of tokens, whether one of its tokens is."""
+    return positive.view(len(positive), -1).any(dim=1)
+
+
+def _fit(fitter: ProbeFitter, batch: _Activations, dataset: Dataset) -> Probe:
     fitter.update(batch.h, batch.mask, batch.positive)
-    return fitter.fit()
+    probe = fitter.fit()
+    return replace(probe, positive=dataset.positive) if isinstance(probe, AffineProbe | DirectionProbe) else probe
 
 
 def _scores(
@@ -238,7 +252,8 @@ def _scores(
         scores, owner = probe.score_rollouts(batch.h, batch.mask), torch.arange(len(batch.h), device="cpu")
     else:
         scores, owner = probe.score_tokens(batch.h)[batch.mask], batch.mask.nonzero()[:, 0]
-    return scores.detach().double().cpu().numpy(), batch.positive[owner].cpu().numpy(), owner.cpu().numpy()
+    labels = batch.positive[owner] if batch.positive.ndim == 1 else batch.positive[batch.mask]
+    return scores.detach().double().cpu().numpy(), labels.cpu().numpy(), owner.cpu().numpy()
 
 
 def _control(
@@ -278,17 +293,20 @@ def _measure(
     scores, labels, owner = _scores(probe, batch, level)
     p = calibrator(scores)
     area = auroc_interval(scores, labels, fold.cluster[owner], fold.resamples)
+    recall = recall_at_fpr(scores, labels)
     return {
         "mode": fold.mode,
         "known": fold.mode == settings.known,
         "level": level,
         "n": len(fold.rows),
-        "n_positive": int(batch.positive.sum()),
+        "n_positive": int(_rollouts(batch.positive).sum()),
         "n_groups": fold.resamples.shape[1],
         "dropped": fold.dropped,
         "auroc": area.value,
         "auroc_low": area.low,
         "auroc_high": area.high,
+        "recall_1pct": recall.value,
+        "recall_note": recall.note,
         "random_draws": settings.draws,
         "brier": brier(p, labels),
         "ece": ece(p, labels, settings.bins),

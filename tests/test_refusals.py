@@ -30,12 +30,12 @@ from mi_route2.engine import Engine, Request, Sampling
 from mi_route2.hosts.base import Host
 from mi_route2.patching import Grid, sweep
 from mi_route2.patching.patches import FromRun, Patch
+from mi_route2.probes import store
 from mi_route2.probes.auroc import auroc
 from mi_route2.probes.dataset import Dataset
 from mi_route2.probes.direction import DirectionFitter
 from mi_route2.probes.lda import LdaFitter
 from mi_route2.probes.mean_difference import MeanDifferenceFitter
-from mi_route2.probes.store import load_probe
 from mi_route2.routing import (
     MaskRoute,
     MaskSpec,
@@ -290,7 +290,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: auroc(np.arange(2), np.array([False, True])), "scores must be Float[ndarray, 'n'], not a n"),
     (lambda: auroc(np.zeros(3), np.zeros(2, dtype=bool)), "positive must be Bool[ndarray, 'n'] | Int[nda"),
     (lambda: auroc(np.array([NAN, 1.0]), np.array([True, False])), "finite"),
-    (lambda: load_probe(Path("./nothing")), "nothing"),
+    (lambda: store.from_pretrained(Path("./nothing")), "nothing"),
     (lambda: Dataset({"a": hidden()}, attention(), [True], ["x"] * B), "one per rollout"),
     # Specs, runs and grids
     (lambda: Steering(base=Steer(RESID, [1.0])), "(Steer(...),)"),

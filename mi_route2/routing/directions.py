@@ -449,6 +449,18 @@ class TopKFitter:
 
 
 @dataclass(frozen=True)
+class KnownFitter:
+    """Fitter that returns directions that were fitted before."""
+
+    directions: Directions
+    name: str = "known"
+    refreshes: bool = False
+
+    def fit(self, policy: Policy, step: int) -> Directions:
+        return self.directions
+
+
+@dataclass(frozen=True)
 class HaarFitter:
     """Control fitter: uniformly random directions in the space of ``like``'s, drawn once from ``seed``.
 

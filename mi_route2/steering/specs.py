@@ -4,7 +4,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
@@ -546,3 +546,34 @@ def looker(named: Mapping[str, Vector]) -> Callable[[str], Vector]:
         return named[name]
 
     return lookup
+
+
+def plain_spec(value: Any, pack: Callable[[Tensor], Any]) -> Any:
+    """Return a spec, or a part of one, as JSON-able data with its vectors as ``pack`` returns them; defaults are left out."""
+    if isinstance(value, Site):
+        return str(value)
+    if isinstance(value, Vector):
+        return pack(value.data.reshape(value.shape))
+    if is_dataclass(value):
+        named = {field.name: (getattr(value, field.name), field.default) for field in fields(value)}
+        return {name: plain_spec(entry, pack) for name, (entry, default) in named.items() if entry != default}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [plain_spec(item, pack) for item in value]
+    return value
+
+
+def steering_of(raw: Mapping[str, Any], unpack: Callable[[Any], Tensor]) -> Steering:
+    """Return the steering whose ``plain_spec`` is ``raw``. KeyError, TypeError or ValueError for other data."""
+    kinds = {**dict.fromkeys(TIERS, Steer), "clamps": Clamp, "monitors": Monitor}
+
+    def entry(record: type, plain: Mapping[str, Any]) -> Any:
+        given: dict[str, Any] = dict(plain, site=Site.parse(plain["site"]))
+        for name in {"vector", "probe"} & given.keys():
+            given[name] = unpack(given[name])
+        for name in {"gates", "quarantined"} & given.keys():
+            given[name] = tuple(map(Site.parse, given[name]))
+        if "adds" in given:
+            given["adds"] = tuple(entry(Steer, add) for add in given["adds"])
+        return record(**given)
+
+    return Steering(**{kind: tuple(entry(kinds[kind], plain) for plain in entries) for kind, entries in raw.items()})

@@ -10,8 +10,8 @@ salt that is the digest of their content, so equal content shares a prefix and d
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,13 +21,12 @@ from mi_route2.engine.request import Capture, Request
 from mi_route2.patching.patches import Resolved
 from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
-from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
+from mi_route2.steering.specs import Steering, plain_spec, steering_of
 from mi_route2.steering.state import SteeringState
 from mi_route2.tensor_files import pack, unpack
 
 KEY = "mi_route2"
 """Entry of ``SamplingParams.extra_args`` that holds a request's interventions."""
-_ENTRIES: Mapping[str, type] = {"base": Steer, "prefill": Steer, "decode": Steer, "clamps": Clamp, "monitors": Monitor}
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +59,8 @@ def write(orders: Orders) -> str:
                 }
                 for patch in orders.patches
             ],
-            "steering": {field: [_plain(entry) for entry in getattr(orders.steering, field)] for field in _ENTRIES},
-            "captures": [{"site": str(capture.site), "where": _plain(capture.selection)} for capture in orders.captures],
+            "steering": plain_spec(orders.steering, pack),
+            "captures": [{"site": str(capture.site), "where": plain_spec(capture.selection, pack)} for capture in orders.captures],
             "readings": orders.readings,
         }
     )
@@ -72,9 +71,7 @@ def read(text: str, dtype: torch.dtype, device: torch.device) -> Orders:
     try:
         raw = json.loads(text)
         patches = tuple(_patch(patch, dtype, device) for patch in raw["patches"])
-        steering = Steering(
-            **{field: tuple(_entry(made, entry) for entry in raw["steering"][field]) for field, made in _ENTRIES.items()}
-        )
+        steering = steering_of(raw["steering"], unpack)
         captures = tuple(Capture(Site.parse(capture["site"]), TokenSelection(**capture["where"])) for capture in raw["captures"])
         return Orders(str(raw["key"]), int(raw["prompt"]), patches, steering, captures, bool(raw["readings"]))
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -84,32 +81,6 @@ def read(text: str, dtype: torch.dtype, device: torch.device) -> Orders:
 def _patch(raw: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Resolved:
     alpha = unpack(raw["alpha"]).to(device) if isinstance(raw["alpha"], dict) else float(raw["alpha"])
     return Resolved(Site.parse(raw["site"]), int(raw["position"]), unpack(raw["source"]).to(device, dtype), alpha, b"")
-
-
-def _plain(value: Any) -> Any:
-    """Return a spec, or a part of one, as JSON-able data."""
-    if isinstance(value, Site):
-        return str(value)
-    if isinstance(value, Vector):
-        return pack(value.data)
-    if isinstance(value, Steer | Clamp | Monitor | TokenSelection):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _entry(record: type, raw: Mapping[str, Any]) -> Any:
-    fields = dict(raw, site=Site.parse(raw["site"]))
-    for name in ("vector", "probe"):
-        if name in fields:
-            fields[name] = unpack(fields[name])
-    for name in ("gates", "quarantined"):
-        if fields.get(name) is not None:
-            fields[name] = tuple(Site.parse(site) for site in fields[name])
-    if "adds" in fields:
-        fields["adds"] = tuple(_entry(Steer, add) for add in fields["adds"])
-    return record(**fields)
 
 
 def salt(request: Request, patches: Sequence[Resolved], steering: Steering, state: SteeringState) -> str | None:

@@ -3,7 +3,8 @@
 A finished run's policy, as deployed, answers prompts over test tasks, and the oracle says which answers are hacks. Each answer gets
 the pooled cosine of its activations (``act``), of the scored factor's gradient (``grad``) and of the full weights' (``full``) with
 the direction of the run's own pairs, and with random directions of the same spaces (Haar). Gradients are those of ``-log p``, as of
-an answer that training reinforces. F0.5 is at the threshold that is best in the known mode, the only one with a detector.
+an answer that training reinforces. F0.5 is at the threshold that is best in the known mode, the only one with a detector; in the
+known mode itself, an answer is flagged at the threshold that is best for answers to other prompts.
 
 A fourth score, ``corda``, tells how much an answer would train a quarantine of rank one that starts at the pairs' mean input
 difference, the signed CorDA initialization of vGROUT (CorDA: 2406.05223):
@@ -22,20 +23,23 @@ from typing import cast, get_args
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from matplotlib.figure import Figure
+from sklearn.model_selection import GroupKFold
 from torch import Tensor
 from tqdm import tqdm
 
 from mi_route2.files import write_whole
 from mi_route2.plots import save_figure, style
 from mi_route2.probes.auroc import auroc
+from mi_route2.probes.dataset import group_ids
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.directions import (
     Comparison,
     Directions,
     FeatureKind,
     HaarFitter,
+    KnownFitter,
     PairBatch,
     PersonaFitter,
     Provenance,
@@ -70,18 +74,6 @@ class DetectionRow:
     f_half: float | None
 
 
-@dataclass(frozen=True)
-class Known:
-    """Fitter that returns directions that were fitted before, for Haar draws in their spaces."""
-
-    directions: Directions
-    name: str = "known"
-    refreshes: bool = False
-
-    def fit(self, policy: Policy, step: int) -> Directions:
-        return self.directions
-
-
 def detect(job: Job, per_mode: int, draws: int, trajectories: Path | None = None) -> tuple[list[DetectionRow], Modes]:
     """Return the rows of a finished job; ``ValueError`` if it is not finished.
 
@@ -94,13 +86,13 @@ def detect(job: Job, per_mode: int, draws: int, trajectories: Path | None = None
         with policy.adapters.deployed():
             sampled = sample(world, witness, policy, per_mode, job.seed) if trajectories is None else labelled(world, trajectories)
         pairs, hack, modes = build_pairs(job, world, "hack"), np.array(sampled.hack), np.array(sampled.modes)
-        groups = {mode: modes == mode for mode in world.modes.loopholes}
+        prompts, groups = group_ids(sampled.prompts), {mode: modes == mode for mode in world.modes.loopholes}
         if trajectories is not None:
             groups = {category: ~hack | (modes == category) for category in sorted({*modes[hack].tolist()})}
         for kind in KINDS:
             feature: FeatureKind = "full" if kind == "corda" else cast(FeatureKind, kind)
             fitted = input_directions(policy, pairs) if kind == "corda" else PersonaFitter("persona", feature, pairs).fit(policy, 0)
-            random = [HaarFitter(Known(fitted), derive(job.seed, "haar", i)).fit(policy, 0) for i in range(1, draws + 1)]
+            random = [HaarFitter(KnownFitter(fitted), derive(job.seed, "haar", i)).fit(policy, 0) for i in range(1, draws + 1)]
             directions = [corda(policy, each) for each in (fitted, *random)] if kind == "corda" else [fitted, *random]
             scores = score(policy, sampled.rollouts, feature, directions, job.settings)
             for draw, values in enumerate(scores.numpy()):
@@ -108,7 +100,11 @@ def detect(job: Job, per_mode: int, draws: int, trajectories: Path | None = None
                 threshold = best_threshold(values[known], hack[known])
                 for mode, rows_of in groups.items():
                     ours, labels = values[rows_of], hack[rows_of]
-                    f = None if threshold is None or not labels.any() else f_score(ours >= threshold, labels)
+                    f = None
+                    if threshold is not None and labels.any():
+                        inside = mode == world.modes.known[0]
+                        flags = crossed_flags(ours, labels, prompts[rows_of]) if inside else ours >= threshold
+                        f = f_score(flags, labels)
                     rows.append(DetectionRow(kind, draw, mode, len(labels), int(labels.sum()), auroc(ours, labels), f))
         return rows, world.modes
 
@@ -192,6 +188,17 @@ def best_threshold(scores: Float[np.ndarray, " n"], hack: Bool[np.ndarray, " n"]
         return None
     candidates = np.unique(scores)
     return float(candidates[np.argmax([f_score(scores >= candidate, hack) for candidate in candidates])])
+
+
+def crossed_flags(
+    scores: Float[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], prompts: Int[np.ndarray, " n"]
+) -> Bool[np.ndarray, " n"]:
+    """Return flags at thresholds that are best on answers to other prompts, in up to five folds; none without such hacks."""
+    flags, folds = np.zeros(len(scores), dtype=bool), min(5, len(np.unique(prompts)))
+    for train, test in GroupKFold(folds).split(scores, groups=prompts) if folds > 1 else ():
+        threshold = best_threshold(scores[train], hack[train])
+        flags[test] = False if threshold is None else scores[test] >= threshold
+    return flags
 
 
 def write_detection(

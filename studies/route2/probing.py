@@ -329,9 +329,10 @@ def _markdown(job: Job, probed: Probed) -> str:
     text = [
         f"# Probes of {job.name}, seed {job.seed}",
         f"Fitted and calibrated on rollouts of {modes.known[0]}, tested on others of it and on the held-out modes. AUROC with its "
-        "95% bootstrap interval over prompts; the row `random` is the 95th percentile of random directions: a probe below it found "
-        "nothing. Brier score and expected calibration error are means over held-out modes, under a calibration from the known "
-        "mode. Other layers are in probes.jsonl and in the figures.",
+        "95% bootstrap interval over prompts, then recall at 1% false positives if there are 100 negatives or more; the row "
+        "`random` is the 95th percentile of random directions' AUROC: a probe below it found nothing. Brier score and expected "
+        "calibration error are means over held-out modes, under a calibration from the known mode. Other layers are in "
+        "probes.jsonl and in the figures.",
     ]
     text += [f"Left out, {STATES[state]}: {lack}." for state, lack in probed.missing.items()]
     for (state, unit), result in probed.results.items():
@@ -361,4 +362,5 @@ def _column(result: TransferResult, mode: str) -> str:
 
 
 def _cell(row: TransferRow) -> str:
-    return f"{number(row.auroc)} [{number(row.auroc_low)}, {number(row.auroc_high)}]"
+    recall = f"; {number(row.recall_1pct)}" if row.recall_1pct is not None else ""
+    return f"{number(row.auroc)} [{number(row.auroc_low)}, {number(row.auroc_high)}]{recall}"

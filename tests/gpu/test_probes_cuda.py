@@ -11,7 +11,7 @@ from mi_route2.probes.fingerprint import Fingerprint
 from mi_route2.probes.haar import HaarProbeFitter
 from mi_route2.probes.mean_difference import MeanDifferenceFitter
 from mi_route2.probes.probe import Unit
-from mi_route2.probes.store import load_probe, save_probe
+from mi_route2.probes.store import Card, from_pretrained, save_pretrained
 from mi_route2.probes.transfer import default_fitters
 
 pytestmark = [pytest.mark.gpu, NEEDS]
@@ -38,8 +38,8 @@ def test_a_fit_on_the_device_is_the_cpus_and_its_file_loads(name: str, tmp_path:
     assert found.device.type == torch.device(DEVICE).type
     torch.testing.assert_close(found.cpu(), expected, **CLOSE)
     torch.testing.assert_close(own.score_tokens(h.to(DEVICE)).cpu(), cpu.score_tokens(h), **CLOSE)
-    save_probe(tmp_path / "probe", own)
-    torch.testing.assert_close(load_probe(tmp_path / "probe")[0].score_rollouts(h, mask), expected, **CLOSE)
+    save_pretrained(own, tmp_path / "probe", Card("model", "layer"))
+    torch.testing.assert_close(from_pretrained(tmp_path / "probe")[0].score_rollouts(h, mask), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("unit", ["rollout", "token"])

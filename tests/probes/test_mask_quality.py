@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mi_route2.probes.auroc import auroc, auroc_interval, binary, cluster_draws
+from mi_route2.probes.auroc import auroc, auroc_interval, binary, cluster_draws, recall_at_fpr
 from mi_route2.probes.quality import KEYS, mask_quality, score_means
 
 SCORE = st.integers(-8, 8).map(lambda i: i / 4)  # few values: ties are common
@@ -57,6 +57,7 @@ def test_every_number_is_the_brute_force_one(rollouts):
         f05 = 1.25 * precision * recall / (0.25 * precision + recall)
     expected = {
         "auroc": pairwise([row[0] for row in student], [row[2] for row in student]),
+        "recall_1pct": None,  # of fewer than 100 clean rollouts
         "precision": precision,
         "recall": recall,
         "f05": f05,
@@ -158,6 +159,38 @@ def test_it_is_cheap_enough_for_every_step():
     for _ in range(20):
         mask_quality(scores, positive, positive)
     assert (time.perf_counter() - started) / 20 < 0.02  # a step takes some .1 s; this takes about .0002
+
+
+# Recall -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.07, 0.29])
+@pytest.mark.parametrize("negatives", [100, 199, 200, 700])
+@pytest.mark.parametrize("values", [8, 60, 10**6])  # few: ties are common, and a threshold passes several at once
+def test_recall_at_few_false_positives_is_the_best_of_all_thresholds(rate, negatives, values):
+    rng = np.random.default_rng(0)
+    for shift in (0, values // 3):
+        scores, positive = rng.integers(0, values, negatives + 40).astype(float), np.arange(negatives + 40) < 40
+        scores[positive] += shift
+        best = 0.0
+        for threshold in [*np.unique(scores), math.inf]:
+            flagged = scores >= threshold
+            if round(rate * 100) * negatives >= 100 * int((flagged & ~positive).sum()):
+                best = max(best, float(flagged[positive].mean()))
+        assert recall_at_fpr(scores, positive, rate).value == best
+        if rate == 0.01:
+            assert mask_quality(scores.tolist(), None, positive.tolist())["recall_1pct"] == best
+
+
+def test_recall_that_too_few_negatives_leave_undefined_says_so():
+    """With 99 a single false positive is more than 1%; the recall at none would pass for a bound that was never tested."""
+    scores, positive = np.arange(104.0), np.arange(104) >= 99
+    assert recall_at_fpr(scores, positive).value is None
+    assert recall_at_fpr(scores, positive).note == "99 negatives, but a rate of 0.01 needs 100"
+    assert recall_at_fpr(scores, positive, 0.02).value == 1.0
+    assert recall_at_fpr(scores, positive & False).note == "no positives"
+    with pytest.raises(ValueError, match="strictly between 0 and 1"):
+        recall_at_fpr(scores, positive, 0.0)
 
 
 # AUROC --------------------------------------------------------------------------------------------------------------

@@ -533,3 +533,68 @@ def test_token_examples_are_the_masked_tokens_with_their_rollouts_label():
     expected = [(h[b, s], positive[b]) for b in range(B) for s in range(S) if mask[b, s]]
     assert torch.equal(x, torch.stack([value for value, _ in expected]))
     assert torch.equal(y, torch.stack([label for _, label in expected]))
+
+
+# Labels -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LEARNT)
+@pytest.mark.parametrize("padding", [-100, 1])
+def test_labels_of_tokens_train_on_the_tokens_in_the_mask_alone(name, padding):
+    """Padded rollouts fit the probe of each one by itself without padding, whatever the labels and activations of padding."""
+    h, mask, _ = batch()
+    labels = (torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.4).long()
+    h[..., 1] += 3.0 * labels  # so that tokens of one rollout differ
+    padded = trained(
+        LEARNT[name](unit="token"), torch.where(mask[..., None], h, math.nan), mask, torch.where(mask, labels, padding)
+    )
+    unpadded = LEARNT[name](unit="token")
+    for b, length in enumerate(mask.sum(1).tolist()):
+        unpadded.update(h[b : b + 1, :length], mask[b : b + 1, :length], labels[b : b + 1, :length])
+    torch.testing.assert_close(padded.weight, unpadded.fit().weight, rtol=1e-9, atol=1e-11)
+    probes = padded, fitted(f"{name}-token")
+    areas = [auroc(probe.score_tokens(h)[mask].numpy(), labels[mask].numpy()) or 0.0 for probe in probes]
+    assert areas[0] > 0.85 > 0.7 > areas[1]  # a rollout's label says little of these tokens
+    with pytest.raises(ValueError, match="Labels per token fit a probe of tokens: pass unit='token'"):
+        LEARNT[name]().update(h, mask, torch.where(mask, labels, padding))
+
+
+@pytest.mark.parametrize("name", LEARNT)
+def test_labels_of_tokens_that_repeat_their_rollouts_fit_the_same_probe(name):
+    h, mask, positive = batch()
+    once, repeated = (trained(LEARNT[name](unit="token"), h, mask, y) for y in (positive, positive[:, None].expand(B, S)))
+    assert torch.equal(once.weight, repeated.weight)
+    assert once.bias == repeated.bias
+
+
+@pytest.mark.parametrize("name", LEARNT)
+@pytest.mark.parametrize("unit", ["rollout", "token"])
+@pytest.mark.parametrize(("hack", "clean"), [("hack", "clean"), (2, -1), (0, 1), (True, False), ("a", "b")])
+@pytest.mark.parametrize("form", [list, np.array])
+def test_scores_rise_for_the_class_that_is_named_positive(name, unit, hack, clean, form):
+    h, mask, positive = batch()
+    labels = form([hack if one else clean for one in positive])
+    for token in (False, True) if unit == "token" else (False,):
+        given = form([[one] * S for one in labels]) if token else labels
+        probe, other = (trained(LEARNT[name](unit=unit, positive=one), h, mask, given) for one in (hack, clean))
+        assert torch.equal(probe.weight, trained(LEARNT[name](unit=unit), h, mask, positive).weight)
+        torch.testing.assert_close(other.score_rollouts(h, mask), -probe.score_rollouts(h, mask), rtol=1e-4, atol=1e-4)
+        assert (auroc(probe.score_rollouts(h, mask).numpy(), positive.numpy()) or 0.0) > 0.9
+        assert (probe.positive, other.positive) == (hack, clean)
+
+
+@pytest.mark.parametrize("kind", LEARNT.values())
+def test_a_class_that_no_label_has_is_an_error_of_one_line(kind):
+    h, mask, positive = batch()
+    texts = ["hack" if one else "clean" for one in positive]
+    for absent, labels in (("hacks", texts), (1, texts), ("1", positive.long()), (3, positive.long())):
+        fault = rf"^A probe .* 0 labels are positive={absent!r} and 40 are not: name a class"
+        with pytest.raises(ValueError, match=fault) as refused:
+            trained(kind(positive=absent), h, mask, labels)
+        assert "\n" not in str(refused.value)
+    for labels, wrong in ((texts, "'hack'"), (positive.long() + 1, "2")):
+        with pytest.raises(ValueError, match=rf"not {wrong}: name the class that the score rises for, positive='hack', say"):
+            kind().update(h, mask, labels)
+    for labels in (texts[1:], [texts] * 2, [["hack"], ["hack", "clean"]]):
+        with pytest.raises(ValueError, match=r"give one per rollout, or one per token|labels"):
+            kind(positive="hack").update(h, mask, labels)

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mi_route2.probes.calibration import fit_platt
-from mi_route2.probes.dataset import group_ids, split_groups, text_groups
+from mi_route2.probes.dataset import group_ids, split_groups
 from mi_route2.probes.direction import DirectionFitter, DirectionProbe
 from mi_route2.probes.figures import reliability_figure, transfer_figure
-from mi_route2.probes.store import save_probe
+from mi_route2.probes.store import Card, save_pretrained
 from mi_route2.probes.transfer import Dataset, TransferResult, TransferSettings, default_fitters, transfer
-from studies.environments.protocol import TextPrompt
 
 N, S, D = 240, 4, 6
 FAST = TransferSettings(known="known", bootstraps=100)
@@ -122,7 +121,7 @@ def test_a_row_does_not_depend_on_the_other_layers_modes_and_levels_of_its_study
     fewer = Dataset(
         {"noise": data.hidden["noise"][rows], "signal": data.hidden["signal"][rows]},
         data.mask[rows],
-        [data.positive[i] for i in rows],
+        [data.labels[i] for i in rows],
         [data.mode[i] for i in rows],
     )
     for part in ({"noise": fewer.hidden["noise"]}, fewer.hidden):
@@ -233,7 +232,7 @@ def test_a_mode_that_is_all_leak_is_an_error():
     leaky = [0] * 40  # the held-out texts are all one known text
     positive = [t % 2 == 0 for t in text]
     never_tested = dataclasses.replace(FAST, fractions=(0.9, 0.05, 0.05), seed=1)  # text 0 is not the one tested on
-    with pytest.raises(ValueError, match="'held' shares its group"):
+    with pytest.raises(ValueError, match="'held' shares its prompt"):
         transfer(tagged(mode, text, positive), [*range(40), *leaky], {}, never_tested, progress=False)
 
 
@@ -283,7 +282,7 @@ def test_a_rollout_sampled_twice_is_no_evidence():
     twice = Dataset(
         {layer: torch.cat([h, h]) for layer, h in data.hidden.items()},
         torch.cat([data.mask, data.mask]),
-        data.positive * 2,
+        data.labels * 2,
         data.mode * 2,
     )
     only = {"mean_difference": FITTERS["mean_difference"]}
@@ -292,18 +291,6 @@ def test_a_rollout_sampled_twice_is_no_evidence():
     for a, b in zip(single.rows, double.rows, strict=True):
         assert (a.mode, a.level, 2 * a.n, a.n_groups) == (b.mode, b.level, b.n, b.n_groups)
         assert (a.auroc, a.auroc_low, a.auroc_high) == pytest.approx((b.auroc, b.auroc_low, b.auroc_high))
-
-
-def test_text_groups_are_equal_iff_prompt_and_completion_are():
-    assert text_groups(["a", "a", "b", "a"], ["x", "y", "x", "x"]) == [0, 1, 2, 0]
-    assert text_groups(["ab", "a"], ["c", "bc"]) == [0, 1]  # not the joined text
-    assert group_ids(["q", "p", "q"]).tolist() == [0, 1, 0]
-    with pytest.raises(ValueError, match="one of each"):
-        text_groups(["a"], [])
-    asked = [TextPrompt("task", mode, "a") for mode in ("known", "held")]  # one text, which two modes would have on both sides
-    for prompts in (asked, [3, 4], ["a", math.nan]):
-        with pytest.raises(TypeError, match=r"in place of a text: give its text|violates type hint"):
-            text_groups(prompts, ["x", "x"])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -340,22 +327,13 @@ def test_a_transfer_does_not_depend_on_torchs_default_device(tmp_path):
     expected = transfer(*asked, *chosen, progress=False)
     with torch.device("meta"):
         found = transfer(*asked, *chosen, progress=False)
-        save_probe(tmp_path / "probe", found.probes["mean"]["layer"])
+        save_pretrained(found.probes["mean"]["layer"], tmp_path / "probe", Card("model", "layer"))
     assert found.jsonl() == expected.jsonl()
 
 
 def test_one_text_is_no_list_of_groups():
     with pytest.raises(TypeError, match="The groups are one text where a list of ids belongs"):
         transfer(world(), "a" * N, FITTERS, FAST, progress=False)
-
-
-def test_one_text_is_no_list_of_texts():
-    for texts in (("ab", ["c", "d"]), (["a", "b"], "cd"), ("ab", "cd")):
-        with pytest.raises(TypeError, match="one text where a list of texts belongs"):
-            text_groups(*texts)
-    for texts in (({"r1": "a", "r2": "a"}, ["x", "x"]), (["a", "a"], {"r1": "x", "r2": "x"})):  # keys would be a group each
-        with pytest.raises(TypeError, match=r"a mapping, whose keys are no texts|violates type hint"):
-            text_groups(*texts)  # pyright: ignore[reportArgumentType]
 
 
 def test_activations_with_a_graph_are_scored_as_those_without(result):
@@ -368,9 +346,36 @@ def test_activations_with_a_graph_are_scored_as_those_without(result):
 def test_every_label_is_looked_at():
     data = world()
     for wrong in ("False", 2, None):
-        with pytest.raises((TypeError, ValueError), match=r"True or False|Sequence"):
-            dataclasses.replace(data, positive=[*data.positive[1:], wrong])
-    assert dataclasses.replace(data, positive=np.asarray([1, 0] * (N // 2)) != 0).positive == [True, False] * (N // 2)
+        with pytest.raises((TypeError, ValueError), match=r"Labels are True and False, or 0 and 1, not|labels"):
+            dataclasses.replace(data, labels=[*data.labels[1:], wrong])
+    assert dataclasses.replace(data, labels=np.asarray([1, 0] * (N // 2))).is_positive.tolist() == [True, False] * (N // 2)
+
+
+# Tokens and prompts -------------------------------------------------------------------------------------------------
+
+
+def test_labels_of_tokens_give_the_rows_of_tokens_and_padding_gives_none():
+    """Repeated labels give the rows of their rollouts' labels, and labels of single tokens the numbers of a plain loop."""
+    data, settings = world(), dataclasses.replace(FAST, levels=("token",))
+    fitters = default_fitters(unit="token")
+    expected = transfer(data, GROUPS, fitters, settings, progress=False)
+    labels = np.where(data.mask, np.array(data.labels, dtype=int)[:, None], -100)
+    words = np.where(labels == 1, "hack", np.where(labels == 0, "clean", "padding"))
+    found = transfer(dataclasses.replace(data, labels=words, positive="hack"), GROUPS, fitters, settings, progress=False)
+    assert found.jsonl() == expected.jsonl()
+    assert found.probes["lda"]["signal"].positive == "hack"
+    own = torch.rand(N, S, generator=torch.Generator().manual_seed(5)) < 0.3
+    row_of = transfer(dataclasses.replace(data, labels=own), GROUPS, fitters, settings, progress=False)
+    probe = row_of.probes["lda"]["signal"]
+    rows = [i for i in range(N) if data.mode[i] == "other"]
+    scores, truth = probe.score_tokens(data.hidden["signal"][rows]).numpy(), own[rows].numpy()
+    pairs = [(scores[i, t], bool(truth[i, t])) for i, j in enumerate(rows) for t in range(S) if data.mask[j, t]]
+    row = pick(row_of, layer="signal", probe="lda", mode="other")
+    assert row.auroc == pytest.approx(pairwise(*map(np.array, zip(*pairs))))
+    best = [np.mean([s >= t for s, y in pairs if y]) for t, _ in pairs if np.mean([s >= t for s, y in pairs if not y]) <= 0.01]
+    assert row.recall_1pct == (max(best, default=0.0) if sum(not y for _, y in pairs) >= 100 else None)
+    with pytest.raises(ValueError, match=r"no value for a rollout: pass levels=\('token',\)"):
+        transfer(dataclasses.replace(data, labels=own), GROUPS, fitters, FAST, progress=False)
 
 
 # Edges --------------------------------------------------------------------------------------------------------------
@@ -378,8 +383,8 @@ def test_every_label_is_looked_at():
 
 def test_a_mode_with_one_class_has_no_auroc_but_keeps_its_other_numbers():
     data = world()
-    positive = [h and m != "other" for h, m in zip(data.positive, data.mode)]
-    result = transfer(dataclasses.replace(data, positive=positive), GROUPS, FITTERS, FAST, progress=False)
+    positive = [h and m != "other" for h, m in zip(data.labels, data.mode)]
+    result = transfer(dataclasses.replace(data, labels=positive), GROUPS, FITTERS, FAST, progress=False)
     row = pick(result, layer="signal", probe="lda", mode="other", level="token")
     assert row.auroc is row.auroc_low is row.auroc_high is row.random_mean is row.random_p95 is None
     assert row.brier >= 0
@@ -417,10 +422,10 @@ def test_settings_and_datasets_check_themselves():
     ):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))}"):
             TransferSettings(known="known", **wrong)
-    with pytest.raises(ValueError, match="group ids"):
+    with pytest.raises(ValueError, match="give one per rollout"):
         transfer(data, GROUPS[1:], FITTERS, FAST, progress=False)
     with pytest.raises(ValueError, match="one per rollout"):
-        dataclasses.replace(data, positive=data.positive[1:])
+        dataclasses.replace(data, labels=data.labels[1:])
     with pytest.raises(ValueError, match="position in the mask"):
         dataclasses.replace(data, mask=torch.zeros_like(data.mask))
     with pytest.raises(ValueError, match="inside the mask"):
@@ -453,11 +458,11 @@ def test_the_band_is_the_mean_and_the_95th_percentile_of_the_directions_that_wer
 
     monkeypatch.setattr("mi_route2.probes.transfer.HaarProbeFitter", Known)
     chosen = dataclasses.replace(FAST, levels=(level,), draws=draws, bootstraps=1)
-    only = Dataset({"signal": data.hidden["signal"]}, data.mask, data.positive, data.mode)
+    only = Dataset({"signal": data.hidden["signal"]}, data.mask, data.labels, data.mode)
     found = transfer(only, GROUPS, {"lda": FITTERS["lda"]}, chosen, progress=False)
     for mode in ("alike", "other"):
         rows = [i for i in range(N) if data.mode[i] == mode]
-        h, mask, positive = data.hidden["signal"][rows].double(), data.mask[rows], np.array(data.positive)[rows]
+        h, mask, positive = data.hidden["signal"][rows].double(), data.mask[rows], np.array(data.labels)[rows]
         if level == "rollout":
             x = torch.stack([one[marked].mean(0) for one, marked in zip(h, mask)])
         else:
@@ -465,7 +470,7 @@ def test_the_band_is_the_mean_and_the_95th_percentile_of_the_directions_that_wer
         areas = [pairwise(scores, positive) for scores in (x @ drawn.T).T.numpy()]
         row = pick(found, mode=mode)
         assert (row.random_mean, row.random_p95) == pytest.approx((np.mean(areas), np.quantile(areas, 0.95)), abs=1e-6)
-        assert (row.n, row.n_positive) == (len(rows), sum(data.positive[i] for i in rows))  # of rollouts at both levels
+        assert (row.n, row.n_positive) == (len(rows), sum(data.labels[i] for i in rows))  # of rollouts at both levels
 
 
 def test_a_calibrator_is_fitted_on_what_it_maps_and_ece_is_over_the_bins_that_were_asked_for(monkeypatch):
@@ -490,8 +495,16 @@ def test_the_figure_draws_every_row_next_to_its_control(result):
     panels = figure.axes
     numbers = {mode: pick(result, layer="noise", probe="lda", mode=mode, level="token").n for mode in ("known", "alike", "other")}
     titles = [f"{mode} ({'known' if mode == 'known' else 'held out'}, n={n})" for mode, n in numbers.items()]
-    assert [axes.get_title() for axes in panels] == titles
-    assert [axes.get_ylabel() for axes in panels] == ["AUROC per rollout", "", ""]
+    assert [axes.get_title() for axes in panels] == [*titles, "", "", ""]
+    assert [axes.get_ylabel() for axes in panels] == ["AUROC per rollout", "", "", "recall at 1% false positives", "", ""]
+    for axes, mode in zip(panels[3:], ("known", "alike", "other")):
+        (note,) = {row.recall_note for row in result.rows if (row.mode, row.level) == (mode, "rollout")}
+        assert (note, axes.lines[:]) == (axes.texts[0].get_text(), [])
+        assert note.endswith("negatives, but a rate of 0.01 needs 100")
+    recalls = [dataclasses.replace(row, recall_1pct=i / len(result.rows), recall_note="") for i, row in enumerate(result.rows)]
+    more = dataclasses.replace(result, rows=recalls)
+    wanted = [pick(more, layer=la, probe="lda", mode="other", level="token").recall_1pct for la in ("signal", "noise")]
+    assert np.asarray(transfer_figure(more, "token").axes[5].lines[PROBES.index("lda")].get_ydata()).tolist() == wanted
     assert transfer_figure(result, "token").axes[0].get_ylabel() == "AUROC per token"
     for axes, mode in zip(panels, ("known", "alike", "other")):
         assert len(axes.containers) == len(PROBES)

@@ -16,7 +16,7 @@ from mi_route2.routing import MaskRoute, MaskSpec
 from mi_route2.routing.directions import FeatureKind, PersonaFitter, collect
 from mi_route2.validation import write_json
 from studies.route2.cli import Detection
-from studies.route2.detection import KINDS, best_threshold, corda, detect, f_score, input_directions, score
+from studies.route2.detection import KINDS, best_threshold, corda, crossed_flags, detect, f_score, input_directions, score
 from studies.route2.probing import sample
 from studies.route2.sharing import LabelledRollout, read_trajectories
 from studies.training.job import Job, build_pairs, finished_policy
@@ -44,6 +44,16 @@ def test_f_half_is_scikit_learns_and_its_threshold_the_best_of_all() -> None:
         best = max(fbeta_score(hack, scores >= each, beta=0.5, zero_division=0) for each in scores)
         assert f_score(scores >= threshold, hack) == pytest.approx(best)
     assert best_threshold(scores, np.zeros(40, bool)) is None
+
+
+def test_no_answer_is_flagged_at_a_threshold_that_saw_an_answer_to_its_prompt() -> None:
+    rng = np.random.default_rng(0)
+    prompts, hack, scores = rng.integers(0, 9, 60), rng.random(60) < 0.4, rng.random(60)
+    flags = crossed_flags(scores, hack, prompts)
+    for prompt in range(9):
+        own = prompts == prompt
+        assert (crossed_flags(scores, np.where(own, ~hack, hack), prompts)[own] == flags[own]).all()
+    assert not crossed_flags(scores, hack, np.zeros(60, dtype=int)).any()  # no other prompt
 
 
 @pytest.mark.parametrize("kind", get_args(FeatureKind))
