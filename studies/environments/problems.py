@@ -162,6 +162,6 @@ class ProblemScorer:
 
 
 @cache
-def shared_scorer(name: str, data: str = "") -> ProblemScorer:
+def shared_scorer(name: str, data: str) -> ProblemScorer:
     """Return the one scorer of a problem in this process, which ends with the process."""
     return ProblemScorer(name, data)
