@@ -2,8 +2,8 @@
 
     PYTHONPATH=studies/environments/taskset vf-eval route2-problems --model NAME --client.base-url URL/v1 -n 4 --no-push
 
-Every row has its task, its mode of grading and the mode's role in its data, so traces can be told apart by loophole. In Python, and
-so in prime-rl, ``verifiers.v1.load_environment`` opens it by the module's name.
+Every row has its task, its mode of grading and the mode's role in its data, so traces can be told apart by loophole. In Python,
+``verifiers.v1.load_environment`` opens it by the module's name.
 """
 
 from typing import Literal
