@@ -29,8 +29,8 @@ def checked(samples: list[Any]) -> None:
 
 
 def test_scores_of_right_wrong_and_cheating_answers_are_the_worlds_own(tmp_path: Path) -> None:
-    from inspect_ai import eval as evaluate
-    from inspect_ai.model import ModelOutput, ModelUsage, get_model
+    from inspect_ai import eval as evaluate  # pyright: ignore[reportMissingImports]
+    from inspect_ai.model import ModelOutput, ModelUsage, get_model  # pyright: ignore[reportMissingImports]
 
     from studies.environments.inspect_task import NO_READINGS, problem
 
@@ -61,7 +61,7 @@ def test_scores_of_right_wrong_and_cheating_answers_are_the_worlds_own(tmp_path:
 
 
 def test_the_command_runs_on_our_server_and_keeps_its_readings(tmp_path: Path) -> None:
-    from inspect_ai.log import read_eval_log
+    from inspect_ai.log import read_eval_log  # pyright: ignore[reportMissingImports]
 
     body = {
         "readings": True,

@@ -24,7 +24,7 @@ FOLDER = ROOT / "studies/environments/taskset"
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    import verifiers.v1 as vf
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
     monkeypatch.syspath_prepend(FOLDER)
     return vf.load_environment(vf.resolve_env_config({"taskset": {"id": "route2-problems"}}))
@@ -32,7 +32,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def traced(task: Any, text: str) -> Any:
     """Return a scored trace in which the task was answered with ``text``."""
-    import verifiers.v1 as vf
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data),
