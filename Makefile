@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export MALLOC_MMAP_THRESHOLD_ = 67108864
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
-.PHONY: install study evidence mutants test test-rest test-matrix test-all test-vllm check check-tests docs bench clean
+.PHONY: install study evidence mutants test test-rest test-matrix test-all test-vllm test-verifiers check check-tests docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -65,6 +65,17 @@ test-all: test test-rest  ## both (eight minutes on two cores)
 test-vllm: .venv-vllm/.installed  ## vLLM's CPU build as engine and sampler, in an environment of its own (four minutes after the first time)
 	VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/mi_route2/vllm
 
+# verifiers wants openai below 3, which Inspect and our own clients do not.
+.venv-verifiers/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-verifiers
+	@echo 'setting up .venv-verifiers; the first time this takes some minutes'
+	grep -v '^openai==' constraints.txt > .venv-verifiers/constraints.txt
+	.venv-verifiers/bin/python -m pip install --no-compile --disable-pip-version-check --constraint .venv-verifiers/constraints.txt --editable '.[serve,verifiers]' 'pytest>=8' pytest-timeout 'hypothesis>=6.100'
+	@touch $@
+
+test-verifiers: .venv-verifiers/.installed  ## problems as tasksets of verifiers, in an environment of its own (a minute after the first time)
+	.venv-verifiers/bin/python -m pytest tests/studies/environments/test_verifiers.py
+
 # What pyright knows of these packages takes 4 GB, the most that node gives itself: close to it, it forgets and finds out anew.
 PYRIGHT := NODE_OPTIONS=--max-old-space-size=6144 .venv/bin/pyright
 
@@ -84,4 +95,4 @@ bench: $(STAMP)  ## paired ratios of time against peers
 	for name in routing hosts sweeps attribution engine serve jail; do $(PY) -m studies.benchmarks $$name || exit 1; done
 
 clean:  ## remove the virtual environment and built docs
-	rm -rf .venv .venv-vllm site
+	rm -rf .venv .venv-vllm .venv-verifiers site

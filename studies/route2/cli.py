@@ -179,7 +179,7 @@ class TinyModel:
     def __call__(self) -> None:
         from mi_route2.models import smollm2_folder
         from studies.environments.chat import make_tiny_model, warm_up
-        from studies.training.worlds import open_problem
+        from studies.environments.problems import open_problem
 
         steps = self.steps if self.steps is not None else 300 if self.start is None else 60
         if steps < 0 or self.max_new < 1:

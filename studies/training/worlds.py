@@ -1,15 +1,11 @@
 """Worlds of a run: the micro world with its warm-started model, or the user's problem with a chat model and its memory plan."""
 
 import hashlib
-import importlib
-import inspect
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,92 +18,15 @@ from mi_route2.validation import demand_device
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, Sampler
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.micro.runner import CachedRunner, SubprocessRunner
-from studies.environments.micro.settings import PRESETS, get_world
+from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import cached_at, settings_hash, warm_start
 from studies.environments.micro.world import MicroWitness, MicroWorld
+from studies.environments.problems import open_problem
 from studies.environments.protocol import Modes, Problem, Witness, World
 from studies.training.settings import ChatModel, Settings
 
 MODES = "modes.json"
 """File of a run folder: the modes of a chat model's problem."""
-PROBLEMS: Mapping[str, str] = MappingProxyType(
-    {
-        "leetcode": "studies.environments.leetcode.problem:LeetCodeProblem",
-        "functions": "studies.environments.functions:Functions",
-        "djinn": "studies.environments.djinn.problem:Djinn",
-    }
-)
-"""Problems of chat models that have a short name."""
-MEMBERS = ("name", "modes", "system", "tasks", "prompt", "grade", "detect", "pairs", "judge", "close")
-
-
-def open_problem(name: str, data: str = "") -> Problem:
-    """Open a problem of `PROBLEMS`, or ``module:ClassName``, constructed with ``data`` if it is given.
-
-    Raises:
-        ValueError: The class cannot be imported, or is not a ``protocol.Problem``.
-    """
-    problem_class = _problem_class(name)
-    try:
-        inspect.signature(problem_class).bind(*([Path(data)] if data else []))
-    except TypeError as error:
-        wants = "does not read any data: leave out --data" if data else "reads its tasks from somewhere: give --data"
-        raise ValueError(f"the world {name!r} {wants} ({error})") from error
-    problem = problem_class(Path(data)) if data else problem_class()
-    missing = [member for member in MEMBERS if not hasattr(problem, member)]
-    if missing:
-        raise ValueError(f"{name} is not a problem: it lacks {', '.join(missing)} (see studies.environments.protocol.Problem)")
-    try:
-        _check(name, problem)
-    except BaseException:
-        problem.close()
-        raise
-    return problem
-
-
-def _problem_class(name: str) -> Any:
-    """Return the class that a name of `PROBLEMS` or ``module:ClassName`` names."""
-    module, colon, attribute = PROBLEMS.get(name, name).partition(":")
-    if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise ValueError(f"unknown world {name!r}: choose from {', '.join((*PRESETS, *PROBLEMS))}, or module:ClassName of your own")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # so that modules in the current folder are found, as with python -m
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"cannot import {error.name!r} for the world {name!r}: is it installed, or in this folder?") from error
-    if not callable(problem_class := getattr(imported, attribute, None)):
-        raise ValueError(f"the module {module!r} has no class {attribute!r}")
-    return problem_class
-
-
-def _check(name: str, problem: Problem) -> None:
-    """Check a problem's attributes and tasks.
-
-    Raises:
-        ValueError: If they are not valid.
-    """
-    if not isinstance(problem.modes, Modes):
-        raise ValueError(f"modes of {name} is a {type(problem.modes).__name__}: it must be a studies.environments.protocol.Modes")
-    if not isinstance(problem.system, str):
-        raise ValueError(f"system of {name} is a {type(problem.system).__name__}: it must be a text, which may be empty")
-    for split in ("train", "test"):
-        tasks: object = problem.tasks(split)
-        if not isinstance(tasks, Sequence) or isinstance(tasks, str):  # a set has another order in each process
-            raise ValueError(
-                f"tasks({split!r}) of {name} is a {type(tasks).__name__}: it must be a list of names, in a fixed order"
-            )
-        if wrong := [task for task in tasks if not isinstance(task, str)]:
-            raise ValueError(f"tasks({split!r}) of {name} has {wrong[0]!r:.60}, which is no name: it must be a text")
-    train, test = problem.tasks("train"), problem.tasks("test")
-    if not (train and test):
-        raise ValueError(f"{name} has {len(train)} train and {len(test)} test tasks: it needs some in each split")
-    if both := sorted(set(train) & set(test)):
-        raise ValueError(f"{name} has {len(both)} tasks in both splits, first {both[0]!r}: test tasks must not be trained on")
-    for mode in problem.modes.names:
-        prompt = problem.prompt(train[0], mode)
-        if (prompt.task, prompt.mode) != (train[0], mode):
-            raise ValueError(f"prompt({train[0]!r}, {mode!r}) of {name} returned a prompt of ({prompt.task!r}, {prompt.mode!r})")
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import pytest
 
 from studies.environments.djinn.problem import Djinn
 from studies.environments.leetcode.modes import fenced
+from studies.environments.problems import open_problem
 from studies.environments.protocol import Judge, Problem
-from studies.training.worlds import open_problem
 
 pytestmark = pytest.mark.study
 
