@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from mi_route2.architectures import ARCHITECTURES, VllmAt
+from mi_route2.architectures import EXPERT_POINTS, VLLM_CLASSES, VllmAt
 from mi_route2.sites import Site
-from mi_route2.validation import AtLeastOne, validated
+from mi_route2.validation import AtLeastOne, Natural, validated
 
 VERSIONS = ("0.32",)
 """Versions of vLLM whose private parts, read by ``worker.py``, are known."""
@@ -18,7 +18,10 @@ VERSIONS = ("0.32",)
 
 @validated
 class Facts:
-    """Sizes of the model that a worker runs. ``context`` is vLLM's ``max_model_len``, ``rows`` the number of requests at once."""
+    """Sizes of the model that a worker runs, of vLLM's class ``architecture``.
+
+    ``context`` is vLLM's ``max_model_len``, ``rows`` the number of requests at once; ``mixtures`` are the layers with ``experts``.
+    """
 
     architecture: str
     layers: AtLeastOne
@@ -30,6 +33,8 @@ class Facts:
     context: AtLeastOne
     rows: AtLeastOne
     dtype: str
+    experts: Natural = 0
+    mixtures: tuple[int, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -39,7 +44,7 @@ class Facts:
     @property
     def points(self) -> Mapping[str, VllmAt]:
         """The places of the points in vLLM's layers."""
-        return ARCHITECTURES[self.architecture].vllm_points
+        return VLLM_CLASSES[self.architecture]
 
     def shape(self, site: Site) -> tuple[int, ...]:
         """Return the shape of a site's value at one token; ``ValueError`` for a site that vLLM's layers do not have."""
@@ -49,6 +54,10 @@ class Facts:
             raise ValueError(f"{site} does not exist: the layers of this model are 0..{self.layers - 1}")
         if site.point not in self.points:
             raise ValueError(f"{site} does not exist in vLLM: there are {', '.join(self.points)}")
+        if site.point in EXPERT_POINTS:
+            if site.layer not in self.mixtures:
+                raise ValueError(f"{site} does not exist: the layers with experts are {', '.join(map(str, self.mixtures))}")
+            return (self.experts,)
         heads = {"q": self.heads, "z": self.heads, "k": self.kv_heads, "v": self.kv_heads}
         return (heads[site.point], self.head) if site.point in heads else (self.width,)
 

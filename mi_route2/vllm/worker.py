@@ -22,15 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mi_route2.architectures import VllmAt, architecture_of
+from mi_route2.architectures import VLLM_CLASSES, VllmAt
 from mi_route2.engine.forward import Work
 from mi_route2.patching.patches import firing
-from mi_route2.sites import Site, module_at
+from mi_route2.sites import Site
 from mi_route2.steering.plan import BatchLayout, Piece
 from mi_route2.steering.state import SteeringState
 from mi_route2.tensor_files import pack
 from mi_route2.vllm.facts import Facts, installed, refuse_settings
 from mi_route2.vllm.wire import KEY, Orders, read
+
+BLOCKS = "model.layers"
+"""Path of the blocks in each of vLLM's classes that are known here."""
 
 
 @dataclass(eq=False)
@@ -106,11 +109,6 @@ class RunnerInterventions:
     def __init__(self, runner: Any, facts: Facts, device: torch.device):
         self._runner, self._facts, self._device = runner, facts, device
         self.model: nn.Module = runner.get_model()
-        architecture = architecture_of(self.model)
-        assert architecture is not None
-        self._blocks = [f"{architecture.blocks}.{layer}" for layer in range(facts.layers)]
-        for point in facts.points.values():
-            module_at(self.model, architecture, f"{self._blocks[0]}.{point.path}".rstrip("."))
         self.steering = SteeringState(facts.shape, rows=facts.rows, dtype=facts.torch_dtype, device=device)
         self.results: dict[str, Collected] = {}
         self._running: dict[str, Running | None] = {}
@@ -221,7 +219,7 @@ class RunnerInterventions:
 
     def _hook(self, site: Site) -> Any:
         at = self._facts.points[site.point]
-        module = self.model.get_submodule(f"{self._blocks[site.layer or 0]}.{at.path}".rstrip("."))
+        module = self.model.get_submodule(f"{BLOCKS}.{site.layer}.{at.path}".rstrip("."))
         if at.side == "input":
             return module.register_forward_pre_hook(lambda module, args: self._input(site, at, args))
         return module.register_forward_hook(lambda module, args, output: self._output(site, at, output))
@@ -360,15 +358,14 @@ def _facts(runner: Any, config: Any) -> Facts:
     if not hasattr(getattr(runner, "input_batch", None), "num_computed_tokens_cpu"):
         raise ValueError("this is vLLM's second model runner, whose batches are not known here: set VLLM_USE_V2_MODEL_RUNNER=0")
     model = runner.get_model()
-    row = architecture_of(model)
-    if row is None or not row.vllm_points:
-        raise ValueError(f"vLLM's {type(model).__name__} was never compared with this project's engine: use a Qwen3 or Llama model")
+    if (name := type(model).__name__) not in VLLM_CLASSES:
+        raise ValueError(f"vLLM's {name} was never compared with this project's engine: use one of {', '.join(VLLM_CLASSES)}")
     shape = config.model_config.hf_text_config
-    attention = model.get_submodule(f"{row.blocks}.0.self_attn")
+    attention = model.get_submodule(f"{BLOCKS}.0.self_attn")
     if getattr(shape, "attention_bias", False) and attention.o_proj.bias is None:
         raise ValueError("vLLM leaves out the bias of this model's o_proj (attention_bias=True): use this project's own Engine")
     return Facts(
-        architecture=row.name,
+        architecture=name,
         layers=shape.num_hidden_layers,
         width=shape.hidden_size,
         heads=attention.num_heads,
@@ -378,4 +375,6 @@ def _facts(runner: Any, config: Any) -> Facts:
         context=config.model_config.max_model_len,
         rows=config.scheduler_config.max_num_seqs,
         dtype=str(config.model_config.dtype).removeprefix("torch."),
+        experts=getattr(shape, "num_experts", 0),
+        mixtures=tuple(layer for layer, block in enumerate(model.get_submodule(BLOCKS)) if hasattr(block.mlp, "experts")),
     )

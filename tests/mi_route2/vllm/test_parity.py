@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from mi_route2 import AdapterSpec, export_peft, open_host
 from mi_route2.engine import Capture, Engine, Request, Result, Sampling
@@ -40,8 +40,10 @@ SIZES = {
 MODELS: dict[str, tuple[PretrainedConfig, int]] = {
     "Qwen3": (Qwen3Config(**SIZES), 1 << 27),
     "Llama": (LlamaConfig(**SIZES, attention_bias=False), 12 * LAYERS * 2 * KV * HEAD * 32 * 4),  # room for 12 blocks of 32 tokens
+    "Qwen2": (Qwen2Config(**SIZES | {"num_attention_heads": 2}), 1 << 27),
+    "Mistral": (MistralConfig(**SIZES, sliding_window=None), 1 << 27),
+    "Qwen3Moe": (Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32), 1 << 27),
 }
-POINTS = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "q", "k", "v", "z", "mlp_in", "mlp_out")
 PROMPT = tuple(range(3, 43))
 FULL = Sampling(max_new=5, logprobs=VOCAB)
 MID = Site(1, "resid_mid")
@@ -80,6 +82,14 @@ class Pair:
                     assert theirs.readings[position][monitor] == pytest.approx(reading, abs=1e-4)
         return found
 
+    @property
+    def points(self) -> tuple[str, ...]:
+        return tuple(self.theirs.facts.points)
+
+    def at(self, point: str, seed: int = 0) -> torch.Tensor:
+        """A value in the shape of a point."""
+        return row(*self.theirs.facts.shape(Site(1, point)), seed=seed)
+
     def forget(self) -> None:
         """Empty vLLM's prefix cache."""
         assert self.theirs.llm.reset_prefix_cache()
@@ -95,12 +105,6 @@ def row(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def at(point: str, seed: int = 0) -> torch.Tensor:
-    """A value in the shape of a point."""
-    heads = {"q": HEADS, "z": HEADS, "k": KV, "v": KV}
-    return row(heads[point], HEAD, seed=seed) if point in heads else row(WIDTH, seed=seed)
-
-
 def stop(*_given: object) -> None:
     raise KeyboardInterrupt
 
@@ -114,17 +118,17 @@ def test_patches_and_vectors_at_every_point_equal_those_of_our_engine(pair: Pair
     """One step holds patched, steered and plain requests, in pieces of prompts and in generated tokens."""
     plain = Request(PROMPT, FULL)
     patched = [
-        Request(PROMPT, FULL, patch=(Patch(Site(layer, point), 20, at(point)), Patch(Site(layer, point), 41, at(point, 1), 0.5)))
-        for point in POINTS
+        Request(PROMPT, FULL, patch=(Patch(Site(layer, point), 20, pair.at(point)), Patch(Site(layer, point), 41, pair.at(point, 1), 0.5)))
+        for point in pair.points
         for layer in (0, LAYERS - 2)
     ]
     steered = [
         Request(
             PROMPT,
             FULL,
-            steering=Steering(base=(Steer(Site(1, point), at(point), 0.5),), decode=(Steer(Site(1, point), at(point, 1)),)),
+            steering=Steering(base=(Steer(Site(1, point), pair.at(point), 0.5),), decode=(Steer(Site(1, point), pair.at(point, 1)),)),
         )
-        for point in POINTS
+        for point in pair.points
     ]
     found = pair.run([plain, *patched, *steered])
     for request, result in zip([*patched, *steered], found[1:]):
@@ -136,7 +140,7 @@ def test_a_neighbor_of_an_intervention_keeps_its_bits(pair: Pair) -> None:
     plain = Request(PROMPT, FULL)
     push = Steering(base=(Steer(MID, row(WIDTH), 3.0),), monitors=(Monitor(Site(0, "mlp_out"), row(WIDTH), gate_rows=True),))
     others = [
-        Request(PROMPT[::-1], FULL, patch=tuple(Patch(Site(1, point), 5, at(point)) for point in POINTS)),
+        Request(PROMPT[::-1], FULL, patch=tuple(Patch(Site(1, point), 5, pair.at(point)) for point in pair.points)),
         Request(PROMPT[::-1], FULL, steering=push, capture=(Capture(MID),)),
     ]
     pair.forget()
@@ -171,6 +175,35 @@ def test_a_cached_prefix_is_never_that_of_another_intervention(pair: Pair, first
     assert pair.run([plain])[0].cached == 64
 
 
+EARLY = Site(0, "resid_mid")
+WATCHED = Steering(decode=(Steer(MID, row(WIDTH)),), monitors=(Monitor(EARLY, row(WIDTH, seed=2), 0.3, gate_rows=True),))
+ON_A_PREFIX = {  # fields of a request -> tokens that it may take from a prefix that one of equal content left
+    "nothing": ({}, 64),
+    "vector": ({"steering": Steering(base=(Steer(EARLY, row(WIDTH)),))}, 64),
+    "prefill": ({"steering": Steering(prefill=(Steer(EARLY, row(WIDTH)),))}, 64),
+    "gated": ({"steering": WATCHED}, 64),
+    "readings": ({"steering": WATCHED, "readings": True}, 0),
+    "captured": ({"capture": (Capture(EARLY, TokenSelection(positions=(5, 91))),)}, 0),
+    "captured later": ({"capture": (Capture(EARLY, TokenSelection("generated")),)}, 64),
+}
+
+
+@pytest.mark.parametrize("kind", ON_A_PREFIX)
+def test_a_prefix_of_another_prompt_changes_no_number(pair: Pair, kind: str) -> None:
+    """Two prompts share 90 tokens. What is read or captured at a cached position is computed anew, and none is missing."""
+    fields, cached = ON_A_PREFIX[kind]
+    one, other = (Request((*LONG, *tail), FULL, **fields) for tail in ((7, 8), (9, 10)))
+    pair.forget()
+    alone = pair.run([other])[0]
+    pair.forget()
+    pair.run([one])
+    behind = pair.run([other])[0]
+    assert (alone.cached, behind.cached) == (0, cached)
+    assert gap(alone, behind) <= CLOSE
+    assert len(behind.readings) == (96 if "readings" in fields else 0)
+    assert pair.run([Request((*LONG, 9, 10), FULL)])[0].cached == (0 if "steering" in fields else 64)
+
+
 def test_an_interrupted_call_leaves_no_request_and_no_prefix(pair: Pair) -> None:
     """vLLM offers the blocks of a step as prefixes before it runs the step, which Ctrl-C may end half-way."""
     pair.forget()
@@ -195,7 +228,7 @@ def test_captures_equal_those_of_our_engine_even_if_the_prefix_is_cached(pair: P
         TokenSelection(token_ids=(5, 9)),
     ]
     requests = [
-        Request(LONG, FULL, capture=tuple(Capture(Site(i % LAYERS, point), one) for i, point in enumerate(POINTS)))
+        Request(LONG, FULL, capture=tuple(Capture(Site(i % LAYERS, point), one) for i, point in enumerate(pair.points)))
         for one in selections[:4]
     ]
     requests += [Request(PROMPT, FULL, capture=(Capture(MID, one), Capture(Site(2, "z"), one))) for one in selections[4:]]
@@ -205,7 +238,7 @@ def test_captures_equal_those_of_our_engine_even_if_the_prefix_is_cached(pair: P
     )  # pristine at its own site
     pair.run([Request(LONG, FULL), Request(PROMPT, FULL)])
     found = pair.run(requests)
-    assert len(found[0].captured) == len(POINTS)
+    assert len(found[0].captured) == len(pair.points)
     assert not pair.theirs.llm.collective_rpc("mi_route2_collect", args=([],))[0]
 
 
@@ -221,7 +254,7 @@ def test_monitors_gate_in_the_same_forward_and_read_as_in_our_engine(pair: Pair)
         Steering(
             monitors=(Monitor(MID, row(WIDTH, seed=4), sharpness=0.5, adds=(Steer(MID, row(WIDTH)), Steer(late, row(WIDTH)))),)
         ),
-        Steering(base=push, monitors=(Monitor(Site(1, "z"), at("z"), gate_rows=True, gates=(late,)),)),
+        Steering(base=push, monitors=(Monitor(Site(1, "z"), pair.at("z"), gate_rows=True, gates=(late,)),)),
     ]
     found = pair.run([Request(PROMPT, FULL), *(Request(PROMPT, FULL, steering=one, readings=True) for one in steerings)])
     for one in found[1:]:
@@ -290,7 +323,7 @@ def test_kept_adapter_and_quarantine_run_as_one_lora_and_a_folder_written_again_
     assert torch.initial_seed() == 4
     requests = [
         Request(PROMPT, FULL, capture=(Capture(MID),)),
-        Request(PROMPT, FULL, patch=(Patch(Site(1, "q"), 20, at("q")),)),
+        Request(PROMPT, FULL, patch=(Patch(Site(1, "q"), 20, row(HEADS, HEAD)),)),
         Request(PROMPT, FULL, steering=Steering(base=(Steer(MID, row(WIDTH), 2.0),))),
     ]
 

@@ -22,7 +22,7 @@ from mi_route2.vllm.facts import Facts
 from mi_route2.vllm.wire import KEY, Orders, read, write
 
 FACTS = Facts(
-    architecture="Qwen3", layers=3, width=8, heads=4, kv_heads=2, head=6, vocabulary=50, context=64, rows=8, dtype="bfloat16"
+    architecture="Qwen3ForCausalLM", layers=3, width=8, heads=4, kv_heads=2, head=6, vocabulary=50, context=64, rows=8, dtype="bfloat16"
 )
 PROMPT = (3, 4, 5, 6)
 MID, LATER = Site(1, "resid_mid"), Site(2, "attn_out")
@@ -133,6 +133,7 @@ def test_a_token_that_is_generated_here_and_given_there_is_not_shared_where_the_
         (Request(PROMPT, Sampling(temperature=0.009)), r"vLLM would sample at 0\.01"),
         (Request(PROMPT, patch=(Patch(MID, 1, FromRun("clean", 1)),)), "give its row as a tensor"),
         (Request(PROMPT, patch=(Patch(Site(1, "kept_a", "mlp.down"), 1, V),)), "fused layers do not have"),
+        (Request(PROMPT, capture=(Capture(Site(1, "router")),)), "router does not exist in vLLM: there are resid_pre"),
         (Request(PROMPT, capture=(Capture(Site(3, "resid_mid")),)), r"layers of this model are 0\.\.2"),
         (Request(PROMPT, patch=(Patch(MID, 1, torch.zeros(9)),)), r"shape \[9\]"),
         (Request(PROMPT, steering=Steering(base=(Steer(Site(0, "k"), V),))), "has 8 numbers, but the site has 12"),
