@@ -20,7 +20,8 @@ VERSIONS = ("0.32",)
 class Facts:
     """Sizes of the model that a worker runs, of vLLM's class ``architecture``.
 
-    ``context`` is vLLM's ``max_model_len``, ``rows`` the number of requests at once; ``mixtures`` are the layers with ``experts``.
+    ``context`` is the number of positions of the longest request, ``rows`` the number of requests at once;
+    ``mixtures`` are the layers with ``experts``.
     """
 
     architecture: str
@@ -45,6 +46,15 @@ class Facts:
     def points(self) -> Mapping[str, VllmAt]:
         """The places of the points in vLLM's layers."""
         return VLLM_CLASSES[self.architecture]
+
+    def sites(self) -> list[Site]:
+        """Return all sites, by layer."""
+        every = (Site(layer, point) for layer in range(self.layers) for point in self.points)
+        return [site for site in every if site.point not in EXPERT_POINTS or site.layer in self.mixtures]
+
+    def adapters(self) -> tuple[Site, ...]:
+        """Return the sites of adapters, of which vLLM has none."""
+        return ()
 
     def shape(self, site: Site) -> tuple[int, ...]:
         """Return the shape of a site's value at one token; ``ValueError`` for a site that vLLM's layers do not have."""

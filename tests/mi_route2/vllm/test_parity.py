@@ -11,10 +11,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from mi_route2 import AdapterSpec, export_peft, open_host
 from mi_route2.engine import Capture, Engine, Request, Result, Sampling
+from mi_route2.engine.controllers import (
+    Change,
+    ClearMonitor,
+    Controller,
+    Override,
+    ProbeController,
+    SetMonitor,
+    SetScale,
+    SetTier,
+    StepView,
+)
 from mi_route2.patching.patches import Patch
 from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
@@ -62,6 +81,7 @@ class Pair:
         model.save_pretrained(folder)
         settings = {"max_model_len": 256, "block_size": 32, "max_num_batched_tokens": 64, "max_num_seqs": 16}
         self.theirs: VllmEngine = launch(folder, dtype="float32", kv_cache_memory_bytes=room, **settings)
+        self.tight = room < 1 << 27
         self.ours = Engine(open_host("torch", model), prefix_bytes=0)
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
@@ -118,7 +138,11 @@ def test_patches_and_vectors_at_every_point_equal_those_of_our_engine(pair: Pair
     """One step holds patched, steered and plain requests, in pieces of prompts and in generated tokens."""
     plain = Request(PROMPT, FULL)
     patched = [
-        Request(PROMPT, FULL, patch=(Patch(Site(layer, point), 20, pair.at(point)), Patch(Site(layer, point), 41, pair.at(point, 1), 0.5)))
+        Request(
+            PROMPT,
+            FULL,
+            patch=(Patch(Site(layer, point), 20, pair.at(point)), Patch(Site(layer, point), 41, pair.at(point, 1), 0.5)),
+        )
         for point in pair.points
         for layer in (0, LAYERS - 2)
     ]
@@ -126,7 +150,9 @@ def test_patches_and_vectors_at_every_point_equal_those_of_our_engine(pair: Pair
         Request(
             PROMPT,
             FULL,
-            steering=Steering(base=(Steer(Site(1, point), pair.at(point), 0.5),), decode=(Steer(Site(1, point), pair.at(point, 1)),)),
+            steering=Steering(
+                base=(Steer(Site(1, point), pair.at(point), 0.5),), decode=(Steer(Site(1, point), pair.at(point, 1)),)
+            ),
         )
         for point in pair.points
     ]
@@ -274,6 +300,101 @@ def test_an_intervention_that_is_too_strong_is_an_error_of_its_own_request(pair:
     assert "not finite: is an intervention too strong?" in (found[0].error or "")
     assert found[1].finish == "length"
     pair.run([plain])
+
+
+class Follower:
+    """Scales a request by what is read at its last token, and from request 0's third token on gives all requests a vector.
+
+    Every other step it also routes request 1 to what is held, and puts a monitor on request 2.
+    """
+
+    name, wants = "follower", frozenset({EARLY})
+
+    def __init__(self, everyone: bool = True):
+        self.everyone, self.seen = everyone, dict[tuple[int, int], tuple[int | None, float, float]]()
+
+    def on_step(self, view: StepView) -> list[Change]:
+        changes: list[Change] = []
+        for one in view.requests:
+            number, at = one.request % 2**32, one.position - one.prompt
+            score = float(one.captured[EARLY] @ row(WIDTH, seed=9))
+            reading = one.readings["watch"].score if "watch" in one.readings else 0.0
+            if at >= -1:
+                self.seen[number, at] = one.token, score, reading
+            if at < -1 or one.finished:
+                continue
+            changes.append(SetScale(abs(score + reading) / 4, one.request))
+            if number == 0 and at == 1 and self.everyone:
+                changes.append(SetTier((Steer(MID, row(WIDTH, seed=5)),)))
+            if number == 1:
+                changes.append(Override(one.request, "held" if at % 2 else None))
+            if number == 2:
+                adds = Monitor(EARLY, row(WIDTH, seed=6), adds=(Steer(MID, row(WIDTH, seed=7)),), name="added")
+                changes.append(SetMonitor(adds, one.request) if at % 2 else ClearMonitor("added", one.request))
+        return changes
+
+
+def steered_by(pair: Pair, requests: Sequence[Request], ours: Controller, theirs: Controller) -> list[tuple[Result, Result]]:
+    """Run requests on both engines under equal controllers."""
+    own = Engine(pair.ours.host, controllers=[ours], prefix_bytes=0)
+    other = VllmEngine(pair.theirs.llm, controllers=[theirs])
+    for engine in (own, other):
+        engine.steering.hold("held", Steering(decode=(Steer(MID, row(WIDTH, seed=8)),)))
+    found = list(zip(own.generate(requests, progress=False), other.generate(requests), strict=True))
+    other.steering.drop("held")
+    other.steering.clear_tier()
+    assert (list(own.controllers.problems), list(other.controllers.problems)) == ([], [])
+    return found
+
+
+WATCH = Monitor(EARLY, row(WIDTH, seed=2), name="watch")
+
+
+def test_controllers_steer_the_next_token_by_the_last_one_as_in_our_engine(pair: Pair) -> None:
+    """A probe that engages and lets go, and a controller of everything; a request without steering is in the batch."""
+    short, long = PROMPT[:12], Sampling(max_new=9, logprobs=VOCAB)
+    push = Steering(decode=(Steer(MID, row(WIDTH, seed=1)),), monitors=(WATCH,))
+    batch = [
+        Request(short, long, steering=push, readings=True),
+        Request(short[::-1], long),
+        Request(short[1:], long, steering=push),
+    ]
+    batch.append(Request(short[2:], long))
+    plain = pair.ours.generate(batch, progress=False)
+    probes = [ProbeController("held", 0.0, 0.5, monitor="watch", smoothing=0.7, proportional=True) for _ in range(2)]
+    followers = [Follower() for _ in range(2)]
+    for controllers in (probes, followers):
+        found = steered_by(pair, batch, *controllers)
+        for own, other in found:
+            assert (own.ids, own.finish, other.error) == (other.ids, other.finish, None)
+            assert gap(own, other) <= CLOSE
+        assert found[0][0].readings.keys() == found[0][1].readings.keys()
+        assert gap(found[0][0], plain[0]) > 1e-3
+    assert gap(found[3][1], plain[3]) > 1e-3
+    assert probes[0].decisions
+    for own, other in zip(probes[0].decisions, probes[1].decisions, strict=True):
+        assert (own.step, own.request, own.engaged) == (other.step, other.request % 2**32, other.engaged)
+        assert (own.score, own.gain) == pytest.approx((other.score, other.gain), abs=1e-4)
+    assert followers[0].seen.keys() == followers[1].seen.keys()
+    for place, (token, *numbers) in followers[0].seen.items():
+        assert followers[1].seen[place][0] == token
+        assert followers[1].seen[place][1:] == pytest.approx(numbers, abs=1e-4)
+
+
+def test_a_request_that_is_preempted_after_its_steering_changed_is_an_error(pair: Pair) -> None:
+    """vLLM computes its tokens anew, under one steering. A preempted request whose steering never changed keeps its numbers."""
+    push, long = Steering(decode=(Steer(MID, row(WIDTH, seed=1)),)), Sampling(max_new=60, logprobs=VOCAB)
+    requests = [Request(PROMPT[i:], long, steering=push) for i in range(6)]
+    for changing in (True, False):
+        ours, theirs = (Follower(everyone=False) for _ in range(2))
+        if not changing:
+            ours.on_step = theirs.on_step = lambda view: []
+        found = steered_by(pair, requests, ours, theirs)
+        failed = [other for _, other in found if other.error is not None]
+        assert bool(failed) == (changing and pair.tight)
+        assert all("preempted after a change of its steering" in (one.error or "") for one in failed)
+        for own, other in found:
+            assert other.error or gap(own, other) <= CLOSE
 
 
 def too_strong() -> list[Request]:

@@ -22,7 +22,16 @@ from mi_route2.vllm.facts import Facts
 from mi_route2.vllm.wire import KEY, Orders, read, write
 
 FACTS = Facts(
-    architecture="Qwen3ForCausalLM", layers=3, width=8, heads=4, kv_heads=2, head=6, vocabulary=50, context=64, rows=8, dtype="bfloat16"
+    architecture="Qwen3ForCausalLM",
+    layers=3,
+    width=8,
+    heads=4,
+    kv_heads=2,
+    head=6,
+    vocabulary=50,
+    context=63,
+    rows=8,
+    dtype="bfloat16",
 )
 PROMPT = (3, 4, 5, 6)
 MID, LATER = Site(1, "resid_mid"), Site(2, "attn_out")
@@ -75,7 +84,7 @@ def test_interventions_survive_the_wire() -> None:
 
 
 def test_a_text_of_another_form_is_refused_in_one_sentence() -> None:
-    whole = write(Orders("key", 1, captures=(Capture(MID),)))
+    whole = write(Orders("key", 0, 1, captures=(Capture(MID),)))
     wrong = [whole.replace('"prompt": 1', f'"prompt": {number}') for number in ("Infinity", "[" * 100_000)]
     for text in ("{}", "no", '{"key": "k", "prompt": 1, "patches": [{"site": "x"}]}', "[]", *wrong):
         with pytest.raises(ValueError, match="is not what this version of mi-route2 writes"):
@@ -126,7 +135,6 @@ def test_a_token_that_is_generated_here_and_given_there_is_not_shared_where_the_
         (Request(PROMPT, run="r", capture=(Capture(MID),)), "run='r' is not possible on vLLM"),
         (Request(PROMPT, priority=2), "priority=2 is not possible"),
         (Request(PROMPT, norms=(MID,)), "norms=.* is not possible"),
-        (Request(PROMPT, Sampling(stop=("END",))), "give stop_tokens"),
         (Request(PROMPT, Sampling(temperature=1.0, top_k=2, top_p=0.6)), "give top_p alone"),
         (Request(PROMPT, Sampling(temperature=1.0, min_p=0.2, top_p=0.6)), "give top_p alone"),
         (Request(PROMPT, Sampling(prompt_logprobs=1)), "use this project's own Engine"),
