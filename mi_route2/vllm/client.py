@@ -106,7 +106,7 @@ class VllmEngine:
             raise ValueError(f"this vLLM was started without its extension: give it worker_extension_cls={EXTENSION!r}") from error
         if "refused" in answer:
             raise ValueError(answer["refused"])
-        self.facts = Facts(**answer["facts"])
+        self.facts = self.decoder = Facts(**answer["facts"])  # the server reads an engine's sizes in its decoder
         self.controllers, self.tokenizer, self.queue = Controllers(controllers or ()), tokenizer, queue
         self.vectors = {name: Vector(vector) for name, vector in (vectors or {}).items()}
         self._worker = self._steering = None
@@ -224,6 +224,7 @@ class VllmEngine:
         if self._live:
             if self._steering is not None and self._steering.shared and not all(live.private for live in self._live.values()):
                 raise RuntimeError("steering of all requests was set while plain requests run: set it before, or use a controller")
+            torch.get_num_threads()  # sets them in a thread that is new, whose number would change within vLLM's first step there
             try:
                 answers = self.llm.llm_engine.step()
             except BaseException:

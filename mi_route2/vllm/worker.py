@@ -206,7 +206,7 @@ class RunnerInterventions:
         """Note how far a request is, and fail it if it is computed anew, after a preemption, under steering that was changed."""
         if piece.start < req.reach and req.changed:
             req.collected.fail(
-                "this request was preempted after a change of its steering, so that vLLM computed its tokens anew under the last one: "
+                "this request was preempted after a change of its steering, and its tokens were computed anew under the last one: "
                 "give vLLM more kv_cache_memory_bytes, or a smaller max_num_seqs"
             )
         req.reach = max(req.reach, piece.start + piece.count)
