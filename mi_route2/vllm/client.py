@@ -114,7 +114,9 @@ class VllmEngine:
             self._worker = llm.collective_rpc("mi_route2_interventions")[0]
         if controllers is not None:
             if self._worker is None:
-                raise ValueError("vLLM runs in another process, where controllers cannot reach it: start it by launch, on one rank")
+                raise ValueError(
+                    "vLLM's worker is another process, which no controller reaches: launch it on one rank"
+                )
             self._steering = self._worker.steering
             self.vectors = self._steering.vectors = self.vectors  # one mapping, so that a registered name is known to both
             for site in self.controllers.wants:

@@ -396,7 +396,6 @@ def _facts(runner: Any, config: Any) -> Facts:
         {
             "enforce_eager": config.model_config.enforce_eager,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
-            "tensor_parallel_size": parallel.tensor_parallel_size,
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
             "data_parallel_size": parallel.data_parallel_size,
             "speculative_config": config.speculative_config,
@@ -424,6 +423,7 @@ def _facts(runner: Any, config: Any) -> Facts:
         context=config.model_config.max_model_len - 1,  # vLLM keeps one position for the last token
         rows=config.scheduler_config.max_num_seqs,
         dtype=str(config.model_config.dtype).removeprefix("torch."),
+        ranks=parallel.tensor_parallel_size,
         experts=getattr(shape, "num_experts", 0),
         mixtures=tuple(layer for layer, block in enumerate(model.get_submodule(BLOCKS)) if hasattr(block.mlp, "experts")),
     )

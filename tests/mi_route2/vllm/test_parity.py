@@ -5,6 +5,10 @@ keys and values that requests are preempted.
 """
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,6 +24,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from vllm_split import plain, requests
 
 from mi_route2 import AdapterSpec, export_peft, open_host
 from mi_route2.engine import Capture, Engine, Request, Result, Sampling
@@ -418,6 +423,30 @@ def test_requests_that_get_the_blocks_of_one_that_was_too_strong_keep_their_numb
         # a prefix that is not finite stays so: it is the other's own error as well
         assert [one.finish for one in pair.theirs.generate(strong)] == ["error", "error"]
         pair.run(plain)
+
+
+def test_two_tensor_parallel_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
+    """Each rank holds the whole residual stream, and edits it alike; heads are split, and are refused."""
+    model = AutoModelForCausalLM.from_config(MODELS["Qwen3"][0]).float().eval()
+    model.save_pretrained(tmp_path / "base")
+    support = Path(__file__).parents[2] / "support"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(support.parents[1]), str(support)]), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    done = subprocess.run(
+        [sys.executable, str(support / "vllm_split.py"), str(tmp_path / "base"), str(tmp_path / "out.json")],
+        env=env, capture_output=True, text=True, check=False, timeout=380,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "out.json").read_text())
+    truth = Engine(open_host("torch", model), prefix_bytes=0).generate(requests(WIDTH, VOCAB), progress=False)
+    for own, other in zip((plain(one, VOCAB) for one in truth), found["results"], strict=True):
+        assert (other["error"], other["ids"]) == (None, own["ids"])
+        for numbers in ("tops", "rows", "readings"):
+            ours, theirs = torch.tensor(own[numbers]), torch.tensor(other[numbers])
+            assert ours.shape == theirs.shape
+            assert torch.allclose(ours, theirs, atol=1e-4)
+    assert found["results"][0]["tops"] != found["results"][1]["tops"]
+    assert "blocks.0.q is split among 2 ranks: set tensor_parallel_size=1" in found["refused"][0]
+    assert "launch it on one rank" in found["refused"][1]
 
 
 def test_kept_adapter_and_quarantine_run_as_one_lora_and_a_folder_written_again_is_read_again(tmp_path: Path) -> None:

@@ -167,7 +167,6 @@ def test_every_field_of_a_request_is_sent_or_refused() -> None:
 WRONG: dict[str, tuple[str, object]] = {
     "enforce_eager": ("model_config", False),
     "async_scheduling": ("scheduler_config", True),
-    "tensor_parallel_size": ("parallel_config", 2),
     "pipeline_parallel_size": ("parallel_config", 2),
     "data_parallel_size": ("parallel_config", 2),
     "speculative_config": ("", {"method": "ngram"}),
