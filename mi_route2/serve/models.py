@@ -182,7 +182,7 @@ class Served:
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Tokens of the model that end a completion: the tokenizer's end of text, and those of the generation config."""
-        model = getattr(self.host, "model", None)
+        model: Any = getattr(self.host, "model", None)
         config = getattr(model, "generation_config", None)
         configured = [getattr(self.tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None), self.ends]
         flat = [token for each in configured for token in (each if isinstance(each, list | tuple) else [each])]
@@ -268,9 +268,10 @@ def load_vllm(model: Path | str, *, dtype: str | None = None, limits: ServerLimi
     tokenizer, slot_bytes = _tokenizer(model), limits.slot_bytes
     if slot_bytes is None and not torch.cuda.is_available():
         slot_bytes = automatic(available())
-    sizes = {"max_num_seqs": limits.rows, "kv_cache_memory_bytes": slot_bytes, "enable_prefix_caching": limits.prefix_bytes > 0}
-    given = {"controllers": (), "tokenizer": Readable(tokenizer), "queue": limits.queue}
-    engine = launch(model, **given, **({"dtype": dtype or "auto"} | sizes | settings))
+    sizes: dict[str, Any] = {"max_num_seqs": limits.rows, "queue": limits.queue, "kv_cache_memory_bytes": slot_bytes}
+    sizes |= {"enable_prefix_caching": limits.prefix_bytes > 0, "dtype": dtype or "auto"}
+    sizes |= {"controllers": (), "tokenizer": Readable(tokenizer)}
+    engine = launch(model, **(sizes | settings))
     try:
         ends = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # it has none

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
+from mi_route2.engine import Engine
 from mi_route2.runs import RunStore
 from mi_route2.serve.api.schema import SteeringIn
 from mi_route2.serve.http import ApiError, demand_token, refusal
@@ -33,7 +34,7 @@ class Server:
         self._encoding, self._tokenizer = ThreadPoolExecutor(1, "prompts"), None
         self.vocabulary, self.context = engine.decoder.vocabulary, engine.decoder.context
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
-        self.sites = (served.host or engine.decoder).sites()
+        self.sites = served.host.sites() if isinstance(engine, Engine) else engine.facts.sites()
         self.adapter_sites = engine.decoder.adapters()
         self.owner = Owner(engine, backlog=limits.backlog)
         self.metrics = Metrics(lambda: self.owner.snapshot)

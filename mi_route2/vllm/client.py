@@ -114,9 +114,7 @@ class VllmEngine:
             self._worker = llm.collective_rpc("mi_route2_interventions")[0]
         if controllers is not None:
             if self._worker is None:
-                raise ValueError(
-                    "vLLM's worker is another process, which no controller reaches: launch it on one rank"
-                )
+                raise ValueError("vLLM's worker is another process, which no controller reaches: launch it on one rank")
             self._steering = self._worker.steering
             self.vectors = self._steering.vectors = self.vectors  # one mapping, so that a registered name is known to both
             for site in self.controllers.wants:
@@ -282,11 +280,12 @@ class VllmEngine:
 
     def _view(self, pieces: Iterable[Piece], drawn: Mapping[int, tuple[Token, float]], ended: Collection[int]) -> StepView:
         """Return the controllers' view of the step."""
-        worker, views, ours = self._worker, [], {live.req.id for live in self._live.values()}
-        for number, start, length, prompt in pieces if worker is not None else ():
+        views, ours = [], {live.req.id for live in self._live.values()}
+        for number, start, length, prompt in pieces:
             token, logprob = drawn.get(number, (None, None))
             last = start + length - 1, None if token is None else token.token, logprob
-            of = worker.seen.get(number, {}), worker.readings.get(number, {})
+            assert self._worker is not None
+            of = self._worker.seen.get(number, {}), self._worker.readings.get(number, {})
             if number in ours:
                 views.append(RequestView(number, *last, *of, number in ended, prompt))
         return StepView(self.steps, tuple(views), ours)

@@ -74,9 +74,7 @@ class Facts:
                 raise ValueError(f"{site} does not exist: the layers with experts are {', '.join(map(str, self.mixtures))}")
             return (self.experts,)
         if self.ranks > 1 and site.point in SPLIT:
-            raise ValueError(
-                f"{site} is split among {self.ranks} ranks: set tensor_parallel_size=1, or choose attn_out"
-            )
+            raise ValueError(f"{site} is split among {self.ranks} ranks: set tensor_parallel_size=1, or choose attn_out")
         heads = {"q": self.heads, "z": self.heads, "k": self.kv_heads, "v": self.kv_heads}
         return (heads[site.point], self.head) if site.point in heads else (self.width,)
 
