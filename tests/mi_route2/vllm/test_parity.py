@@ -438,15 +438,13 @@ def test_two_tensor_parallel_ranks_give_the_numbers_of_one(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "out.json").read_text())
     truth = Engine(open_host("torch", model), prefix_bytes=0).generate(requests(WIDTH, VOCAB), progress=False)
-    for own, other in zip((plain(one, VOCAB) for one in truth), found["results"], strict=True):
+    for own, other in zip((plain(one, VOCAB) for one in truth), found, strict=True):
         assert (other["error"], other["ids"]) == (None, own["ids"])
         for numbers in ("tops", "rows", "readings"):
             ours, theirs = torch.tensor(own[numbers]), torch.tensor(other[numbers])
             assert ours.shape == theirs.shape
             assert torch.allclose(ours, theirs, atol=1e-4)
-    assert found["results"][0]["tops"] != found["results"][1]["tops"]
-    assert "blocks.0.q is split among 2 ranks: set tensor_parallel_size=1" in found["refused"][0]
-    assert "launch it on one rank" in found["refused"][1]
+    assert found[0]["tops"] != found[1]["tops"]
 
 
 def test_kept_adapter_and_quarantine_run_as_one_lora_and_a_folder_written_again_is_read_again(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,6 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "captured": ("/v1/completions", {**PLAIN, "capture": [EARLY, {"site": LATE, "part": "generated"}]}),
     "chat": ("/v1/chat/completions", {**CHAT, **STEERED}),
     "cell": ("/v1/patch_cell", {"clean": "to the shop", "corrupt": "to the ship", "site": EARLY, "position": 9, "max_tokens": 4}),
-    "tokens": ("/v1/tokenize", {"text": "to the shop"}),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "sweep": ("/v1/patch_sweep", {"clean": "shop", "corrupt": "ship", "answer": "a", "foil": "b"}, "--engine own"),
@@ -49,7 +47,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "run": ("/v1/completions", {**PLAIN, "capture": [EARLY], "run": "r"}, "leave run out"),
     "norms": ("/v1/completions", {**PLAIN, "norms": [EARLY]}, "capture the site"),
     "echo": ("/v1/completions", {**PLAIN, "echo": True}, "use this project's own Engine"),
-    "mode": ("/v1/completions", {**PLAIN, "capture": ["blocks.0.mlp.down.kept_a"]}, "use this project's own Engine"),
 }
 
 
@@ -156,8 +153,3 @@ def test_what_vllm_cannot_serve_is_one_sentence_with_a_remedy(servers: tuple[Run
     assert answer.status_code == 400
     assert remedy in answer.json()["error"]["message"]
     assert servers[1].http.get("/health").json()["status"] == "ok"
-
-
-def test_a_name_that_is_no_folder_is_refused() -> None:
-    with pytest.raises(ValueError, match="vLLM serves the folder of a checkpoint, and micro is none"):
-        load_vllm(Path("micro"))
