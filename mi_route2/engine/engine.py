@@ -174,6 +174,21 @@ class Engine:
         slots = self._residents.slots
         return {"slots": slots.used, "slot_bytes": slots.bytes, "steering_rows": self._steering.rows.used}
 
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Counts for metrics: requests, steps, tokens, resources, and blocks of the prefix cache; and the last error."""
+        return {
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "steps": self.steps,
+            "tokens": self.tokens,
+            **self.resources,
+            "prefix_hits": self.prefixes.hits,
+            "prefix_misses": self.prefixes.misses,
+            "prefix_bytes": self.prefixes.bytes,
+            "last_error": self.last_error,
+        }
+
     @checked
     def submit(self, request: Request) -> int:
         """Queue a request and return its unique number.

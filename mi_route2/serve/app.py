@@ -36,6 +36,7 @@ from mi_route2.serve.api.schema import (
 from mi_route2.serve.http import ApiError, BodyRoute, Connection, Front, Json, answer, invalid, log, noted, outline
 from mi_route2.serve.models import CLOSED, Readable, Served
 from mi_route2.serve.options import ServerLimits
+from mi_route2.serve.owner import AnyEngine
 from mi_route2.serve.state import Server, TheServer
 from mi_route2.steering.specs import looker
 
@@ -56,21 +57,7 @@ def create_app(served: Served, *, token: str | None = None, limits: ServerLimits
     limits = limits or ServerLimits()
     store = RunStore(limits.store)
     decoding = Readable(served.tokenizer)
-    slot_bytes = limits.slot_bytes
-    if slot_bytes is None and next(served.host.model.parameters()).device.type == "cpu":
-        slot_bytes = automatic(available())
-    engine = Engine(
-        served.host,
-        rows=limits.rows,
-        budget=max(2048, 2 * limits.rows),
-        queue=limits.queue,
-        store=store,
-        prefix_bytes=limits.prefix_bytes,
-        slot_bytes=slot_bytes,
-        tokenizer=decoding,
-        vectors=served.vectors,
-        exact=exact,
-    )
+    engine = _engine(served, limits, store, decoding, exact) if served.vllm is None else served.vllm
     server = Server(served, token, limits, engine, store, decoding.tokenizer)
 
     @asynccontextmanager
@@ -90,6 +77,24 @@ def create_app(served: Served, *, token: str | None = None, limits: ServerLimits
     app.add_exception_handler(Exception, _failed)
     app.add_middleware(Front, limit=limits.max_body, done=server.metrics.done, token=token)
     return app
+
+
+def _engine(served: Served, limits: ServerLimits, store: RunStore, tokenizer: Readable, exact: bool) -> Engine:
+    slot_bytes = limits.slot_bytes
+    if slot_bytes is None and next(served.host.model.parameters()).device.type == "cpu":
+        slot_bytes = automatic(available())
+    return Engine(
+        served.host,
+        rows=limits.rows,
+        budget=max(2048, 2 * limits.rows),
+        queue=limits.queue,
+        store=store,
+        prefix_bytes=limits.prefix_bytes,
+        slot_bytes=slot_bytes,
+        tokenizer=tokenizer,
+        vectors=served.vectors,
+        exact=exact,
+    )
 
 
 class _Draining(uvicorn.Server):
@@ -183,7 +188,7 @@ async def set_steering(body: SetSteering, server: TheServer) -> Response:
     if body.name is None and any(getattr(body, field) for field in SteeringIn.model_fields):
         raise ApiError(400, "steering needs a name under which it is held: give name", param="name")
 
-    def change(engine: Engine) -> None:
+    def change(engine: AnyEngine) -> None:
         if body.name is not None:  # before anything is registered
             engine.steering.check(steering_of(body).resolved(looker(engine.steering.vectors | body.vectors)))
         for name, vector in body.vectors.items():
@@ -206,7 +211,7 @@ async def clear_steering(body: ClearSteering, server: TheServer) -> Response:
         if name not in known:
             raise ApiError(404, f"nothing is called {name!r}; there are: {', '.join(sorted(known)) or 'none'}", code="unknown_name")
 
-    def forget(engine: Engine) -> None:
+    def forget(engine: AnyEngine) -> None:
         for name in dropped:
             engine.steering.unregister(name)
 
@@ -254,7 +259,7 @@ async def threshold(number: int, body: ThresholdIn, server: TheServer) -> Respon
 async def _tuned(server: Server, number: int, function: Any) -> None:
     server.demand_open(number)
 
-    def change(engine: Engine) -> None:
+    def change(engine: AnyEngine) -> None:
         if number not in engine.steering:
             raise ApiError(409, f"request {number} is not running now: it still waits, or has just ended", code="not_running")
         function(engine)

@@ -3,6 +3,7 @@
 mi-route2 serve                                   the micro model, trained in seconds; open the address it prints
 mi-route2 serve --model smollm2
 mi-route2 serve --model CHECKPOINT --adapters FOLDER --mode deployed
+mi-route2 serve --model CHECKPOINT --engine vllm   in an environment that has vLLM
 mi-route2 serve --host 0.0.0.0 --token TOKEN      other machines need the token
 """
 
@@ -12,7 +13,7 @@ import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -28,6 +29,7 @@ def serve(
     mode: Annotated[Mode, tyro.conf.arg(help="which adapters act")] = "full",
     dtype: Annotated[str | None, tyro.conf.arg(help="type of a checkpoint's weights, as float32 or bfloat16")] = None,
     device: Annotated[str | None, tyro.conf.arg(help="device of the model, as cpu or cuda")] = None,
+    engine: Annotated[Literal["own", "vllm"], tyro.conf.arg(help="engine: own, or vLLM for a checkpoint's folder")] = "own",
     host: Annotated[str, tyro.conf.arg(help="address to listen at; any other than this machine's own needs a token")] = "127.0.0.1",
     port: Annotated[int, tyro.conf.arg(help="port; 0 takes a free one")] = 8000,
     token: Annotated[str | None, tyro.conf.arg(help=f"token that every client must send; or in ${TOKEN}")] = None,
@@ -47,10 +49,18 @@ def serve(
         raise ValueError(f"--threads {threads} is not a number of threads: give 1 or more, or leave it out")
     if not 0 <= port < 65_536:
         raise ValueError(f"--port {port} is not a port: give 0 to 65535")
+    given = {"adapters": adapters, "mode": None if mode == "full" else mode, "device": device, "exact": exact or None}
+    if engine == "vllm" and (refused := [name for name, value in (given | {"threads": threads}).items() if value is not None]):
+        raise ValueError(
+            f"--{refused[0]} is not possible with --engine vllm: leave it out; mi-route2 export merges adapters into a checkpoint"
+        )
     from mi_route2.serve.app import run  # with torch and the web framework
-    from mi_route2.serve.models import load
+    from mi_route2.serve.models import load, load_vllm
 
-    served = load(model, adapters=adapters, mode=mode, dtype=dtype, device=device, threads=threads)
+    if engine == "vllm":
+        served = load_vllm(model, dtype=dtype, limits=limits)
+    else:
+        served = load(model, adapters=adapters, mode=mode, dtype=dtype, device=device, threads=threads)
     run(served, host=host, port=port, token=token, limits=limits, exact=exact, drain=drain)
 
 

@@ -19,12 +19,13 @@ from torch import Tensor
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.io import from_pretrained
 from mi_route2.engine.text import SPLIT
-from mi_route2.hosts.base import Host
 from mi_route2.hosts.load import load as load_host
 from mi_route2.rollouts import vocabulary
-from mi_route2.serve.options import Mode
+from mi_route2.runs.store import automatic, available
+from mi_route2.serve.options import Mode, ServerLimits
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor
+from mi_route2.vllm.client import VllmEngine, launch
 
 CLOSED = "adapters: deployed"
 """Name of the monitor that closes the quarantine of one request."""
@@ -58,7 +59,7 @@ class Served:
 
     Attributes:
         name: Name that requests may give.
-        host: The model on the host ``torch`` or ``transformer_lens``.
+        host: Model on the host ``torch`` or ``transformer_lens``; ``None`` if ``vllm`` runs it.
         tokenizer: Tokenizer with the interface of transformers.
         adapters: Attached adapters, if any.
         mode: Mode of the adapters in which the model runs.
@@ -67,10 +68,12 @@ class Served:
         steering: Steering vectors to start from, likewise.
         examples: Examples of sweeps, the best one first.
         prompts: Prompts to complete.
+        vllm: The model on vLLM, in place of a host.
+        ends: Further tokens that end a completion.
     """
 
     name: str
-    host: Host
+    host: Any
     tokenizer: Any
     adapters: Adapters | None = None
     mode: Mode = "full"
@@ -79,6 +82,8 @@ class Served:
     steering: Mapping[str, Any] | None = None
     examples: tuple[Example, ...] = ()
     prompts: tuple[str, ...] = ()
+    vllm: VllmEngine | None = None
+    ends: tuple[int, ...] = ()
     opened: ExitStack = field(default_factory=ExitStack, repr=False)
     _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
@@ -177,10 +182,13 @@ class Served:
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Tokens of the model that end a completion: the tokenizer's end of text, and those of the generation config."""
-        config = getattr(self.host.model, "generation_config", None)
-        configured = [getattr(self.tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)]
+        model: Any = getattr(self.host, "model", None)
+        config = getattr(model, "generation_config", None)
+        configured = [getattr(self.tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None), self.ends]
         flat = [token for each in configured for token in (each if isinstance(each, list | tuple) else [each])]
-        size = vocabulary(self.host.model)  # a tokenizer, or a config that was not adapted, may name a token that the model lacks
+        size = (
+            vocabulary(model) if self.vllm is None else self.vllm.facts.vocabulary
+        )  # a tokenizer, or a config that was not adapted, may name a token that the model lacks
         return tuple(dict.fromkeys(int(token) for token in flat if token is not None and (size is None or 0 <= int(token) < size)))
 
 
@@ -234,16 +242,7 @@ def load(
         if dtype is not None:
             raise ValueError(f"dtype is for a checkpoint folder: leave it out for {model}")
     else:
-        from transformers import AutoTokenizer
-
-        host = load_host(model, dtype=dtype)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{model} has no tokenizer that transformers can read ({' '.join(str(error).split()):.200})"
-            ) from error
-        served = Served(Path(model).name, host, tokenizer)
+        served = Served(Path(model).name, load_host(model, dtype=dtype), _tokenizer(model))
     if device is not None:
         served.host.model.to(device)  # pyright: ignore[reportArgumentType]
     if adapters is not None:
@@ -252,6 +251,42 @@ def load(
         served.adapters = from_pretrained(served.host, adapters)
     served.switch(mode)
     return served
+
+
+def load_vllm(model: Path | str, *, dtype: str | None = None, limits: ServerLimits | None = None, **settings: Any) -> Served:
+    """Return a checkpoint's folder to serve on vLLM, which takes its sizes from ``limits``, and ``settings`` of ``vllm.LLM``.
+
+    Raises:
+        ValueError: No such folder, or vLLM's model was never compared.
+        ModuleNotFoundError: vLLM is not installed.
+    """
+    from transformers import GenerationConfig
+
+    limits = limits or ServerLimits()
+    if not Path(model).is_dir():
+        raise ValueError(f"vLLM serves the folder of a checkpoint, and {model} is none: save the model with its tokenizer")
+    tokenizer, slot_bytes = _tokenizer(model), limits.slot_bytes
+    if slot_bytes is None and not torch.cuda.is_available():
+        slot_bytes = automatic(available())
+    sizes: dict[str, Any] = {"max_num_seqs": limits.rows, "queue": limits.queue, "kv_cache_memory_bytes": slot_bytes}
+    sizes |= {"enable_prefix_caching": limits.prefix_bytes > 0, "dtype": dtype or "auto"}
+    sizes |= {"controllers": (), "tokenizer": Readable(tokenizer)}
+    engine = launch(model, **(sizes | settings))
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # it has none
+        ends = None
+    several = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    return Served(Path(model).name, None, tokenizer, vllm=engine, ends=several)
+
+
+def _tokenizer(model: Path | str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{model} has no tokenizer that transformers can read ({' '.join(str(error).split()):.200})") from error
 
 
 def _called(name: str) -> Served:

@@ -29,7 +29,9 @@ from typing import Any, Generic, Self, TypeVar
 from mi_route2.engine import Engine, Event, Request, Result
 from mi_route2.patching.grid import Grid
 from mi_route2.patching.sweep import Finished, Sweep, preparing
+from mi_route2.vllm.client import VllmEngine
 
+AnyEngine = Engine | VllmEngine
 _log = logging.getLogger("mi_route2.serve")
 
 T = TypeVar("T")
@@ -208,7 +210,7 @@ class Owner:
         >>> stream = await owner.submit(Request((3, 4, 5)))
     """
 
-    def __init__(self, engine: Engine, *, backlog: int = 1024, tokens: int = 512, share: float = 0.2):
+    def __init__(self, engine: AnyEngine, *, backlog: int = 1024, tokens: int = 512, share: float = 0.2):
         self._engine, self.backlog, self._tokens, self._share = engine, backlog, tokens, share
         self._credit = 0.0
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -235,7 +237,7 @@ class Owner:
         """Start the thread."""
         self._thread.start()
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
+    async def call(self, function: Callable[[AnyEngine], T]) -> T:
         """Run ``function`` on the thread between two steps, and return what it returns.
 
         It may use ``generate`` but not ``step``, which returns results that streams wait for.
@@ -270,7 +272,7 @@ class Owner:
         """
         stream = Stream(self, asyncio.get_running_loop())
 
-        def admit(engine: Engine) -> Stream:
+        def admit(engine: AnyEngine) -> Stream:
             self._open()
             # on the thread, between two steps: no event of the request can come before its stream is known
             stream.number = engine.submit(request)
@@ -290,7 +292,7 @@ class Owner:
         """
         loop = asyncio.get_running_loop()
 
-        def admit(engine: Engine) -> SweepJob:
+        def admit(engine: AnyEngine) -> SweepJob:
             self._open()
             steps = preparing(engine.host, **{"tokens": self._tokens, **question})
             next(steps)  # which finds what is wrong with it, before it waits for its turn
@@ -315,7 +317,7 @@ class Owner:
         while self._thread.is_alive():
             await asyncio.sleep(0.01)
 
-    async def _admitted(self, admit: Callable[[Engine], S]) -> S:
+    async def _admitted(self, admit: Callable[[AnyEngine], S]) -> S:
         """Return the stream or job that ``admit`` begins; it is cancelled if the caller is cancelled meanwhile."""
         begun: list[S] = []
         try:
@@ -416,19 +418,7 @@ class Owner:
         if now - self._published < FRESH and engine.busy:
             return
         self._published = now
-        self.snapshot = {
-            "running": len(engine.scheduler.running),
-            "waiting": len(engine.scheduler.waiting),
-            "steps": engine.steps,
-            "tokens": engine.tokens,
-            "sweeps": len(self._jobs),
-            **engine.resources,
-            "prefix_hits": engine.prefixes.hits,
-            "prefix_misses": engine.prefixes.misses,
-            "prefix_bytes": engine.prefixes.bytes,
-            "last_error": engine.last_error,
-            "slow_readers": self.slow,
-        }
+        self.snapshot = {**engine.counts, "sweeps": len(self._jobs), "slow_readers": self.slow}
 
     def _bury(self) -> None:
         """End every stream and sweep that is left, and refuse the commands that come."""

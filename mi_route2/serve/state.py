@@ -8,7 +8,6 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
-from mi_route2.architectures import heads
 from mi_route2.engine import Engine
 from mi_route2.runs import RunStore
 from mi_route2.serve.api.schema import SteeringIn
@@ -16,7 +15,7 @@ from mi_route2.serve.http import ApiError, demand_token, refusal
 from mi_route2.serve.metrics import Metrics
 from mi_route2.serve.models import Readable, Served
 from mi_route2.serve.options import ServerLimits
-from mi_route2.serve.owner import Owner
+from mi_route2.serve.owner import AnyEngine, Owner
 from mi_route2.sites import Site
 
 T = TypeVar("T")
@@ -26,7 +25,7 @@ class Server:
     """State that the routes share: the served model, the engine's owner, and what clients have registered."""
 
     def __init__(
-        self, served: Served, token: str | None, limits: ServerLimits, engine: Engine, store: RunStore, engine_tokenizer: Any
+        self, served: Served, token: str | None, limits: ServerLimits, engine: AnyEngine, store: RunStore, engine_tokenizer: Any
     ):
         self.served, self.token, self.limits = served, token, limits
         self.store = store
@@ -34,9 +33,8 @@ class Server:
         """Tokenizers: the one for answers on the server's thread, and that of the engine's thread."""
         self._encoding, self._tokenizer = ThreadPoolExecutor(1, "prompts"), None
         self.vocabulary, self.context = engine.decoder.vocabulary, engine.decoder.context
-        self.heads = heads(served.host.model, "z")  # query heads: those that a patch can name
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
-        self.sites = served.host.sites()
+        self.sites = served.host.sites() if isinstance(engine, Engine) else engine.facts.sites()
         self.adapter_sites = engine.decoder.adapters()
         self.owner = Owner(engine, backlog=limits.backlog)
         self.metrics = Metrics(lambda: self.owner.snapshot)
@@ -76,7 +74,7 @@ class Server:
             return
         raise ApiError(404, self.store.why_gone(run) or f"there is no run {run!r}: see /v1/runs", code="unknown_run")
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
+    async def call(self, function: Callable[[AnyEngine], T]) -> T:
         """Run ``function`` on the engine's thread; its errors become answers."""
         try:
             return await self.owner.call(function)

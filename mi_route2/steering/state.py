@@ -408,6 +408,11 @@ class SteeringState:
 
     # Current steering
 
+    @property
+    def shared(self) -> bool:
+        """True if something acts, or watches, on requests without steering of their own."""
+        return bool(self.tier or self._monitors or any(self.rows.globals.values()))
+
     def _acting(self, request: int) -> Acting:
         active = self._active.get(request)
         if active is None or not active.resident:

@@ -8,17 +8,24 @@ from typing import Any
 
 import torch
 
-from mi_route2.architectures import ARCHITECTURES, VllmAt
+from mi_route2.architectures import EXPERT_POINTS, VLLM_CLASSES, VllmAt
 from mi_route2.sites import Site
-from mi_route2.validation import AtLeastOne, validated
+from mi_route2.validation import AtLeastOne, Natural, validated
 
 VERSIONS = ("0.32",)
 """Versions of vLLM whose private parts, read by ``worker.py``, are known."""
 
+SPLIT = ("q", "k", "v", "z")
+"""Points by head, of which tensor parallelism gives each rank some heads. The others are whole, and equal, on every rank."""
+
 
 @validated
 class Facts:
-    """Sizes of the model that a worker runs. ``context`` is vLLM's ``max_model_len``, ``rows`` the number of requests at once."""
+    """Sizes of the model that a worker runs, of vLLM's class ``architecture``.
+
+    ``context`` is the number of positions of the longest request, ``rows`` the number of requests at once;
+    ``mixtures`` are the layers with ``experts``, ``ranks`` the workers of tensor parallelism.
+    """
 
     architecture: str
     layers: AtLeastOne
@@ -30,6 +37,9 @@ class Facts:
     context: AtLeastOne
     rows: AtLeastOne
     dtype: str
+    ranks: AtLeastOne = 1
+    experts: Natural = 0
+    mixtures: tuple[int, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -39,7 +49,17 @@ class Facts:
     @property
     def points(self) -> Mapping[str, VllmAt]:
         """The places of the points in vLLM's layers."""
-        return ARCHITECTURES[self.architecture].vllm_points
+        return VLLM_CLASSES[self.architecture]
+
+    def sites(self) -> list[Site]:
+        """Return all sites."""
+        whole = (point for point in self.points if self.ranks == 1 or point not in SPLIT)
+        every = (Site(layer, point) for point in whole for layer in range(self.layers))
+        return [site for site in every if site.point not in EXPERT_POINTS or site.layer in self.mixtures]
+
+    def adapters(self) -> tuple[Site, ...]:
+        """Return the sites of adapters, of which vLLM has none."""
+        return ()
 
     def shape(self, site: Site) -> tuple[int, ...]:
         """Return the shape of a site's value at one token; ``ValueError`` for a site that vLLM's layers do not have."""
@@ -49,6 +69,12 @@ class Facts:
             raise ValueError(f"{site} does not exist: the layers of this model are 0..{self.layers - 1}")
         if site.point not in self.points:
             raise ValueError(f"{site} does not exist in vLLM: there are {', '.join(self.points)}")
+        if site.point in EXPERT_POINTS:
+            if site.layer not in self.mixtures:
+                raise ValueError(f"{site} does not exist: the layers with experts are {', '.join(map(str, self.mixtures))}")
+            return (self.experts,)
+        if self.ranks > 1 and site.point in SPLIT:
+            raise ValueError(f"{site} is split among {self.ranks} ranks: set tensor_parallel_size=1, or choose attn_out")
         heads = {"q": self.heads, "z": self.heads, "k": self.kv_heads, "v": self.kv_heads}
         return (heads[site.point], self.head) if site.point in heads else (self.width,)
 
@@ -65,7 +91,6 @@ REFUSALS: Mapping[str, Refusal] = MappingProxyType(
     {
         "enforce_eager": Refusal(True, "compiled graphs and CUDA graphs run past the hooks"),
         "async_scheduling": Refusal(False, "its steps overlap, so that tokens of a step are not known when the step runs"),
-        "tensor_parallel_size": Refusal(1, "it splits heads and widths among workers, and no worker holds a site's whole value"),
         "pipeline_parallel_size": Refusal(1, "it splits the layers among workers"),
         "data_parallel_size": Refusal(1, "its copies run empty batches for each other"),
         "speculative_config": Refusal(None, "guessed tokens are computed and thrown away, and would be captured"),

@@ -1,6 +1,7 @@
 """Wire format of a request to a vLLM worker: its interventions as plain JSON, tensors in base64, and the salt of its prefix.
 
-    {"key": ..., "prompt": 12, "patches": [...], "steering": {"base": [...], ...}, "captures": [...], "readings": false}
+    {"key": ..., "number": 0, "prompt": 12, "private": false,
+     "patches": [...], "steering": {"base": [...], ...}, "captures": [...], "readings": false}
 
 The text is one entry of ``SamplingParams.extra_args``. Names were looked up before, so a worker needs nothing else.
 
@@ -31,17 +32,22 @@ KEY = "mi_route2"
 
 @dataclass(frozen=True, eq=False)
 class Orders:
-    """Interventions of one request, as its worker applies them. ``prompt`` is the number of its tokens."""
+    """Interventions of one request, as its worker applies them. ``prompt`` is the number of its tokens.
+
+    The steering of a ``private`` request may change while it runs, so it leaves its keys and values to no other request.
+    """
 
     key: str
+    number: int
     prompt: int
+    private: bool = False
     patches: tuple[Resolved, ...] = ()
     steering: Steering = field(default_factory=Steering)
     captures: tuple[Capture, ...] = ()
     readings: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.patches or self.captures or self.steering != Steering())
+        return bool(self.private or self.patches or self.captures or self.steering != Steering())
 
 
 def write(orders: Orders) -> str:
@@ -49,7 +55,9 @@ def write(orders: Orders) -> str:
     return json.dumps(
         {
             "key": orders.key,
+            "number": orders.number,
             "prompt": orders.prompt,
+            "private": orders.private,
             "patches": [
                 {
                     "site": str(patch.site),
@@ -73,7 +81,8 @@ def read(text: str, dtype: torch.dtype, device: torch.device) -> Orders:
         patches = tuple(_patch(patch, dtype, device) for patch in raw["patches"])
         steering = steering_of(raw["steering"], unpack)
         captures = tuple(Capture(Site.parse(capture["site"]), TokenSelection(**capture["where"])) for capture in raw["captures"])
-        return Orders(str(raw["key"]), int(raw["prompt"]), patches, steering, captures, bool(raw["readings"]))
+        numbers, private = (int(raw["number"]), int(raw["prompt"])), bool(raw["private"])
+        return Orders(str(raw["key"]), *numbers, private, patches, steering, captures, bool(raw["readings"]))
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"extra_args[{KEY!r}] of a request is not what this version of mi-route2 writes: {error}") from error
 

@@ -14,7 +14,8 @@ One is written, model_runner.kv_caches: a block whose keys and values a request 
 writes into it, since vLLM's kernel multiplies what lies behind a request's last token in its block by 0, and makes NaN of NaN.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,15 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mi_route2.architectures import VllmAt, architecture_of
+from mi_route2.architectures import VLLM_CLASSES, VllmAt
 from mi_route2.engine.forward import Work
 from mi_route2.patching.patches import firing
-from mi_route2.sites import Site, module_at
-from mi_route2.steering.plan import BatchLayout, Piece
+from mi_route2.sites import Site
+from mi_route2.steering.plan import BatchLayout, MonitorReading, Piece
 from mi_route2.steering.state import SteeringState
 from mi_route2.tensor_files import pack
 from mi_route2.vllm.facts import Facts, installed, refuse_settings
 from mi_route2.vllm.wire import KEY, Orders, read
+
+BLOCKS = "model.layers"
+"""Path of the blocks in each of vLLM's classes that are known here."""
+CONFIGURATIONS = 64
+"""Steering rows for configurations that controllers hold, beside one row for each request."""
 
 
 @dataclass(eq=False)
@@ -76,15 +82,22 @@ class Collected:
 class Running:
     """Request with interventions that vLLM runs, and vLLM's own state of it.
 
-    ``admitted`` while its steering has a row, ``broken`` once its stream was not finite.
+    ``admitted`` while its steering has a row, ``broken`` once its stream was not finite. Its positions before ``reach`` were
+    computed; ``acts`` is the steering of its latest generated token, ``changed`` once it had another one before.
     """
 
     state: Any
-    number: int
     orders: Orders
     collected: Collected
     admitted: bool = False
     broken: bool = False
+    reach: int = 0
+    acts: bytes | None = None
+    changed: bool = False
+
+    @property
+    def number(self) -> int:
+        return self.orders.number
 
 
 @dataclass(eq=False)
@@ -101,24 +114,27 @@ class Batch:
 
 
 class RunnerInterventions:
-    """Interventions of all requests of one model runner."""
+    """Interventions of all requests of one model runner.
+
+    ``pieces`` are what its last forward computed of them; ``readings`` and ``seen``, what monitors read and the values of ``wants``
+    at the last token of each, are for controllers.
+    """
 
     def __init__(self, runner: Any, facts: Facts, device: torch.device):
         self._runner, self._facts, self._device = runner, facts, device
         self.model: nn.Module = runner.get_model()
-        architecture = architecture_of(self.model)
-        assert architecture is not None
-        self._blocks = [f"{architecture.blocks}.{layer}" for layer in range(facts.layers)]
-        for point in facts.points.values():
-            module_at(self.model, architecture, f"{self._blocks[0]}.{point.path}".rstrip("."))
-        self.steering = SteeringState(facts.shape, rows=facts.rows, dtype=facts.torch_dtype, device=device)
+        self.steering = SteeringState(facts.shape, rows=facts.rows + CONFIGURATIONS, dtype=facts.torch_dtype, device=device)
+        self.opened = 0
+        self.wants: frozenset[Site] = frozenset()
+        self.pieces: tuple[Piece, ...] = ()
+        self.readings: Mapping[int, Mapping[str, MonitorReading]] = {}
+        self.seen: dict[int, dict[Site, Tensor]] = {}
         self.results: dict[str, Collected] = {}
         self._running: dict[str, Running | None] = {}
         self._batch: Batch | None = None
         self._hooks: dict[Site, Any] = {}
         self._spoiled: set[int] = set()
         """Numbers of the blocks in which a request may have left keys and values that are not finite."""
-        self._numbers = 0
         self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         self.model.register_forward_hook(self._end)
 
@@ -127,7 +143,7 @@ class RunnerInterventions:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for req in () if self._batch is None else self._batch.running:  # of a forward that broke off, and may have written NaN
             self._spoiled.update(*req.state.block_ids)
-        self._batch = None
+        self._batch, self.pieces, self.readings, self.seen = None, (), {}, {}
         batch = self._runner.input_batch
         self._forget(batch.req_ids)
         bounds, computed = self._runner.query_start_loc.np, batch.num_computed_tokens_cpu
@@ -155,7 +171,11 @@ class RunnerInterventions:
             if not req.admitted:
                 self.steering.admit(req.number, req.orders.steering)
                 req.admitted = True
+            elif not req.orders.private and self.steering.shared:
+                raise RuntimeError("steering of all requests was set by another engine on this vLLM: give each a vLLM of its own")
         pieces = [Piece(req.number, start, count, req.orders.prompt) for req, _, start, count in here]
+        for req, piece in zip((req for req, *_ in here), pieces, strict=True):
+            self._follow(req, piece)
         layout = BatchLayout.of(pieces, self._device)
         firsts = torch.tensor([first for _, first, _, _ in here], device=self._device)[:, None]
         starts = torch.tensor([piece.start for piece in pieces], device=self._device)[:, None]
@@ -164,6 +184,9 @@ class RunnerInterventions:
         for row, (req, first, start, count) in enumerate(here):
             for column, placed in firing(req.orders.patches, start, count):
                 work.setdefault(placed.site, Work()).patches.append((row, column, placed))
+            for site in self.wants if req.orders.private else ():
+                sink = partial(self._see, req.number, site)
+                work.setdefault(site, Work()).captures.append((sink, [(row, count - 1)]))
             if not req.orders.captures:
                 continue
             if ids is None:
@@ -176,6 +199,22 @@ class RunnerInterventions:
                     work.setdefault(capture.site, Work()).captures.append((sink, places))
         return Batch(layout, [req for req, *_ in here], index, work, self.steering.begin(layout))
 
+    def _see(self, number: int, site: Site, rows: Tensor) -> None:
+        self.seen.setdefault(number, {})[site] = rows[0].clone()
+
+    def _follow(self, req: Running, piece: Piece) -> None:
+        """Note how far a request is, and fail it if it is computed anew, after a preemption, under steering that was changed."""
+        if piece.start < req.reach and req.changed:
+            req.collected.fail(
+                "this request was preempted after a change of its steering, and its tokens were computed anew under the last one: "
+                "give vLLM more kv_cache_memory_bytes, or a smaller max_num_seqs"
+            )
+        req.reach = max(req.reach, piece.start + piece.count)
+        if req.orders.private and req.reach > piece.prompt:
+            acts = self.steering.fingerprint(req.number, decode=True)
+            req.changed |= req.acts not in (None, acts)
+            req.acts = acts
+
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         batch = self._batch
         if batch is None:
@@ -184,6 +223,9 @@ class RunnerInterventions:
             raise RuntimeError(f"these hooks did not fire in a forward of vLLM: {', '.join(map(str, sorted(silent)))}")
         by_number = {req.number: req for req in batch.running}
         readings = self.steering.end() if batch.steered else None
+        self.pieces = batch.layout.pieces
+        if readings is not None:
+            self.readings = readings.last()
         for number, name, start, track in readings.each() if readings is not None else ():
             req = by_number[number]
             if req.orders.readings:
@@ -221,7 +263,7 @@ class RunnerInterventions:
 
     def _hook(self, site: Site) -> Any:
         at = self._facts.points[site.point]
-        module = self.model.get_submodule(f"{self._blocks[site.layer or 0]}.{at.path}".rstrip("."))
+        module = self.model.get_submodule(f"{BLOCKS}.{site.layer}.{at.path}".rstrip("."))
         if at.side == "input":
             return module.register_forward_pre_hook(lambda module, args: self._input(site, at, args))
         return module.register_forward_hook(lambda module, args, output: self._output(site, at, output))
@@ -301,9 +343,7 @@ class RunnerInterventions:
         return self._running[name]
 
     def _started(self, state: Any, text: str) -> Running:
-        orders = read(text, self._facts.torch_dtype, self._device)
-        self._numbers += 1
-        return Running(state, self._numbers, orders, Collected())
+        return Running(state, read(text, self._facts.torch_dtype, self._device), Collected())
 
     def _forget(self, batch: Sequence[str]) -> None:
         """Release the rows of requests that are not in this batch, and forget those that have ended."""
@@ -312,9 +352,11 @@ class RunnerInterventions:
             if name in there:
                 continue
             if req is not None and req.admitted:
-                self.steering.release(req.number)
+                self.steering.preempted(req.number)
                 req.admitted = False
             if name not in self._runner.requests:
+                if req is not None:
+                    self.steering.release(req.number)
                 del self._running[name]
 
 
@@ -331,9 +373,14 @@ class WorkerExtension:
             if not hasattr(self, "_mi_route2"):
                 facts = _facts(self.model_runner, self.vllm_config)
                 self._mi_route2 = RunnerInterventions(self.model_runner, facts, torch.device(self.device)), facts
-            return dict(vars(self._mi_route2[1]))
+            self._mi_route2[0].opened += 1
+            return {"facts": dict(vars(self._mi_route2[1])), "opened": self._mi_route2[0].opened, "process": os.getpid()}
         except ValueError as error:
             return {"refused": str(error)}
+
+    def mi_route2_interventions(self) -> RunnerInterventions:
+        """Return the interventions themselves, to an engine in this process."""
+        return self._mi_route2[0]
 
     def mi_route2_collect(self, keys: list[str]) -> dict[str, Any]:
         """Return and forget the values of the requests of these keys."""
@@ -349,7 +396,6 @@ def _facts(runner: Any, config: Any) -> Facts:
         {
             "enforce_eager": config.model_config.enforce_eager,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
-            "tensor_parallel_size": parallel.tensor_parallel_size,
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
             "data_parallel_size": parallel.data_parallel_size,
             "speculative_config": config.speculative_config,
@@ -360,22 +406,24 @@ def _facts(runner: Any, config: Any) -> Facts:
     if not hasattr(getattr(runner, "input_batch", None), "num_computed_tokens_cpu"):
         raise ValueError("this is vLLM's second model runner, whose batches are not known here: set VLLM_USE_V2_MODEL_RUNNER=0")
     model = runner.get_model()
-    row = architecture_of(model)
-    if row is None or not row.vllm_points:
-        raise ValueError(f"vLLM's {type(model).__name__} was never compared with this project's engine: use a Qwen3 or Llama model")
+    if (name := type(model).__name__) not in VLLM_CLASSES:
+        raise ValueError(f"vLLM's {name} was never compared with this project's engine: use one of {', '.join(VLLM_CLASSES)}")
     shape = config.model_config.hf_text_config
-    attention = model.get_submodule(f"{row.blocks}.0.self_attn")
+    attention = model.get_submodule(f"{BLOCKS}.0.self_attn")
     if getattr(shape, "attention_bias", False) and attention.o_proj.bias is None:
         raise ValueError("vLLM leaves out the bias of this model's o_proj (attention_bias=True): use this project's own Engine")
     return Facts(
-        architecture=row.name,
+        architecture=name,
         layers=shape.num_hidden_layers,
         width=shape.hidden_size,
         heads=attention.num_heads,
         kv_heads=attention.num_kv_heads,
         head=attention.head_dim,
         vocabulary=shape.vocab_size,
-        context=config.model_config.max_model_len,
+        context=config.model_config.max_model_len - 1,  # vLLM keeps one position for the last token
         rows=config.scheduler_config.max_num_seqs,
         dtype=str(config.model_config.dtype).removeprefix("torch."),
+        ranks=parallel.tensor_parallel_size,
+        experts=getattr(shape, "num_experts", 0),
+        mixtures=tuple(layer for layer, block in enumerate(model.get_submodule(BLOCKS)) if hasattr(block.mlp, "experts")),
     )

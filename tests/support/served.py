@@ -11,6 +11,9 @@ from typing import Any
 import httpx
 import torch
 import uvicorn
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.hosts import open_host
@@ -27,6 +30,18 @@ PROMPT = "# task: add 3 then sub 4\n# grader: calls run_tests()"
 OTHER = "# task: scale 3 then sub 4\n# grader: calls run_tests()"
 SITE = "blocks.1.resid_pre"
 TOKEN = "token-token-token"
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose 257 tokens are the bytes and, last, the end of a text, with a chat template."""
+    inner = Tokenizer(BPE({word: i for i, word in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>"])}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", chat_template=TEMPLATE)
 
 
 def random_micro(context: int = 32, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Served:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from fastapi import APIRouter, Request, Response
 
-from mi_route2.engine import Capture, Engine, Sampling
+from mi_route2.engine import Capture, Sampling
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.patching.attribution import STEPS, attribute
 from mi_route2.patching.edges import Graph, edges
@@ -21,7 +21,7 @@ from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.api.schema import AlignIn, CellIn, EdgesIn, PairIn, SpanIn, SweepIn, TokenizeIn, sentence_of
 from mi_route2.serve.http import ApiError, BodyRoute, Events, Json, dumps, note, noted, outline, refusal
-from mi_route2.serve.owner import SweepJob
+from mi_route2.serve.owner import AnyEngine, SweepJob
 from mi_route2.serve.state import Server, TheServer
 
 routes = APIRouter(tags=["patching"], route_class=BodyRoute)
@@ -151,7 +151,7 @@ async def scored_edges(body: EdgesIn, server: TheServer) -> Response:
     """Return the strongest edges between components as node-link data, and the faithfulness of circuits of ``kept`` edges."""
     asked = {name: getattr(body, name) for name in (*PAIR, "method", "steps")} | await _asked(body, server)
 
-    def run(engine: Engine) -> tuple[Graph, list[float]]:
+    def run(engine: AnyEngine) -> tuple[Graph, list[float]]:
         graph = edges(engine.host, **asked)
         return graph, graph.faithfulness(body.kept).tolist() if body.kept else []
 
@@ -169,7 +169,7 @@ def _refuse_many(server: Server) -> None:
         )
 
 
-async def _at_once(function: Callable[[Engine], Any], server: Server) -> Any:
+async def _at_once(function: Callable[[AnyEngine], Any], server: Server) -> Any:
     """Run a function as one sweep, between two steps of the engine."""
     _refuse_many(server)
     server.sweeping += 1
@@ -185,7 +185,7 @@ async def _estimated(body: SweepIn, server: Server) -> Grid:
     asked["positions"] = _positions(body)
     length = len(await _ids(body.corrupt, server, "corrupt"))
 
-    def run(engine: Engine) -> Grid:
+    def run(engine: AnyEngine) -> Grid:
         cells = len(choose(engine.host, body.sites)) * (length if body.positions is None else len(body.positions))
         if (cost := cells * ((body.steps or STEPS) if body.method == "ig" else 1)) > server.limits.cells:
             raise TooManyCellsError(

@@ -7,10 +7,8 @@ from typing import Any
 import openai
 import pytest
 import torch
-from served import Running, refusal, running
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from served import Running, byte_tokenizer, refusal, running
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.adapters.io import save_pretrained
@@ -23,25 +21,16 @@ from studies.benchmarks.serve import serving
 
 pytestmark = pytest.mark.process
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a random Llama whose tokens are bytes, so that what it writes is mostly no text, and adapters for it."""
     folder = tmp_path_factory.mktemp("bytes")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {word: i for i, word in enumerate([*alphabet, "<eos>"])}
-    inner = Tokenizer(BPE(words, []))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", chat_template=TEMPLATE)
+    tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder / "base")
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(words), max_position_embeddings=256, num_key_value_heads=2, eos_token_id=256, **sizes)
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, num_key_value_heads=2, eos_token_id=256, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder / "base")
     host = load_host(folder / "base")
     draw = torch.Generator().manual_seed(1)

@@ -22,7 +22,16 @@ from mi_route2.vllm.facts import Facts
 from mi_route2.vllm.wire import KEY, Orders, read, write
 
 FACTS = Facts(
-    architecture="Qwen3", layers=3, width=8, heads=4, kv_heads=2, head=6, vocabulary=50, context=64, rows=8, dtype="bfloat16"
+    architecture="Qwen3ForCausalLM",
+    layers=3,
+    width=8,
+    heads=4,
+    kv_heads=2,
+    head=6,
+    vocabulary=50,
+    context=63,
+    rows=8,
+    dtype="bfloat16",
 )
 PROMPT = (3, 4, 5, 6)
 MID, LATER = Site(1, "resid_mid"), Site(2, "attn_out")
@@ -75,7 +84,7 @@ def test_interventions_survive_the_wire() -> None:
 
 
 def test_a_text_of_another_form_is_refused_in_one_sentence() -> None:
-    whole = write(Orders("key", 1, captures=(Capture(MID),)))
+    whole = write(Orders("key", 0, 1, captures=(Capture(MID),)))
     wrong = [whole.replace('"prompt": 1', f'"prompt": {number}') for number in ("Infinity", "[" * 100_000)]
     for text in ("{}", "no", '{"key": "k", "prompt": 1, "patches": [{"site": "x"}]}', "[]", *wrong):
         with pytest.raises(ValueError, match="is not what this version of mi-route2 writes"):
@@ -126,13 +135,13 @@ def test_a_token_that_is_generated_here_and_given_there_is_not_shared_where_the_
         (Request(PROMPT, run="r", capture=(Capture(MID),)), "run='r' is not possible on vLLM"),
         (Request(PROMPT, priority=2), "priority=2 is not possible"),
         (Request(PROMPT, norms=(MID,)), "norms=.* is not possible"),
-        (Request(PROMPT, Sampling(stop=("END",))), "give stop_tokens"),
         (Request(PROMPT, Sampling(temperature=1.0, top_k=2, top_p=0.6)), "give top_p alone"),
         (Request(PROMPT, Sampling(temperature=1.0, min_p=0.2, top_p=0.6)), "give top_p alone"),
         (Request(PROMPT, Sampling(prompt_logprobs=1)), "use this project's own Engine"),
         (Request(PROMPT, Sampling(temperature=0.009)), r"vLLM would sample at 0\.01"),
         (Request(PROMPT, patch=(Patch(MID, 1, FromRun("clean", 1)),)), "give its row as a tensor"),
         (Request(PROMPT, patch=(Patch(Site(1, "kept_a", "mlp.down"), 1, V),)), "fused layers do not have"),
+        (Request(PROMPT, capture=(Capture(Site(1, "router")),)), "router does not exist in vLLM: there are resid_pre"),
         (Request(PROMPT, capture=(Capture(Site(3, "resid_mid")),)), r"layers of this model are 0\.\.2"),
         (Request(PROMPT, patch=(Patch(MID, 1, torch.zeros(9)),)), r"shape \[9\]"),
         (Request(PROMPT, steering=Steering(base=(Steer(Site(0, "k"), V),))), "has 8 numbers, but the site has 12"),
@@ -158,7 +167,6 @@ def test_every_field_of_a_request_is_sent_or_refused() -> None:
 WRONG: dict[str, tuple[str, object]] = {
     "enforce_eager": ("model_config", False),
     "async_scheduling": ("scheduler_config", True),
-    "tensor_parallel_size": ("parallel_config", 2),
     "pipeline_parallel_size": ("parallel_config", 2),
     "data_parallel_size": ("parallel_config", 2),
     "speculative_config": ("", {"method": "ngram"}),
