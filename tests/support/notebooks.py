@@ -1,7 +1,7 @@
-"""Notebooks and the gallery, run and drawn anew: ``python tests/support/notebooks.py [name ...]`` writes their outputs (`make notebooks`).
+"""Notebooks and the gallery, run and drawn anew: ``python tests/support/notebooks.py [name ...]`` (`make notebooks`).
 
 Cells run in this process, one namespace a notebook, so that all of them share the imports. Outputs are those of Jupyter: what was
-printed, and the value of a last expression. Pictures are made small. A cell with the tag ``varies`` prints numbers of the day.
+printed, pictures of pyplot, and the value of a last expression. Pictures are made small.
 """
 
 import ast
@@ -18,14 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("agg")
-
 from matplotlib import pyplot as plt
-from PIL import Image
-
 from pages import ROOT, run_page
+from PIL import Image
 
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 GALLERY, PICTURES = ROOT / "docs/gallery.md", ROOT / "docs/assets/gallery"
@@ -34,17 +29,18 @@ NUMBER = re.compile(r"[-+]?\d*\.\d+(?:e[-+]?\d+)?")
 
 def run_notebook(path: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Run the code cells in order; yield each with its outputs."""
+    plt.switch_backend("agg")
     namespace: dict[str, Any] = {"__name__": "notebook"}
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     for count, cell in enumerate((cell for cell in cells if cell["cell_type"] == "code"), 1):
         source, name, printed = "".join(cell["source"]), f"{path}:{count}", io.StringIO()
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # nnsight reads it back
         tree, value = ast.parse(source), None
-        last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None  # pyright: ignore[reportAttributeAccessIssue]
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
         with contextlib.redirect_stdout(printed):
             exec(compile(tree, name, "exec"), namespace)
-            if last is not None:
-                value = eval(compile(last, name, "eval"), namespace)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
         text = printed.getvalue()
         outputs = [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
         for number in plt.get_fignums():  # as Jupyter does
