@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -36,6 +37,7 @@ def _shown(output: dict[str, Any], name: str, pictures: list[bytes]) -> str:
         pictures.append(base64.b64decode(data["image/png"]))
         return f"![{name}]({name})"
     if "text/html" in data:
-        return "".join(data["text/html"])
+        table = re.sub(r"<style.*?</style>\n", "", "".join(data["text/html"]), flags=re.DOTALL)
+        return table.replace(' border="1" class="dataframe"', "")  # the theme styles tables without a class
     text = "".join(output["text"] if "text" in output else data["text/plain"]).rstrip()
     return f"```text\n{text}\n```"
