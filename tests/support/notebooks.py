@@ -23,7 +23,8 @@ from pages import ROOT, run_page
 from PIL import Image
 
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
-GALLERY, PICTURES = ROOT / "docs/gallery.md", ROOT / "docs/assets/gallery"
+GALLERY = ROOT / "docs/gallery.md"
+PICTURES = [GALLERY.parent / name for name in re.findall(r"!\[.+\]\((.+)\)", GALLERY.read_text(encoding="utf-8"))]
 NUMBER = re.compile(r"[-+]?\d*\.\d+(?:e[-+]?\d+)?")
 
 
@@ -41,8 +42,7 @@ def run_notebook(path: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, An
             exec(compile(tree, name, "exec"), namespace)
             if isinstance(last, ast.Expr):
                 value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
-        text = printed.getvalue()
-        outputs = [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
+        outputs = [{"name": "stdout", "output_type": "stream", "text": text}] if (text := printed.getvalue()) else []
         for number in plt.get_fignums():  # as Jupyter does
             plt.figure(number).savefig(picture := io.BytesIO(), dpi=150, bbox_inches="tight")
             outputs.append({"data": shown(Image.open(picture)), "metadata": {}, "output_type": "display_data"})
@@ -56,8 +56,7 @@ def shown(value: Any) -> dict[str, str]:
     """Return what Jupyter shows of a value: a picture, a table, or its text."""
     if isinstance(value, Image.Image):
         return {"image/png": base64.b64encode(small(value)).decode(), "text/plain": "<picture>"}
-    html = {"text/html": value._repr_html_()} if hasattr(value, "_repr_html_") else {}
-    return html | {"text/plain": repr(value)}
+    return {"text/plain": repr(value)} | ({"text/html": value._repr_html_()} if hasattr(value, "_repr_html_") else {})
 
 
 def small(picture: Image.Image) -> bytes:
@@ -80,20 +79,14 @@ def text_of(outputs: list[dict[str, Any]]) -> str:
     return "".join("".join(o["text"]) if "text" in o else "".join(o["data"]["text/plain"]) for o in outputs)
 
 
-def main(*names: str) -> None:
-    """Run the notebooks of these names (``gallery`` is the page), all by default, and write what they show."""
+if __name__ == "__main__":
     os.chdir(tempfile.mkdtemp())
-    for path in (path for path in NOTEBOOKS if not names or path.stem in names):
-        notebook = json.loads(path.read_text(encoding="utf-8"))
+    for path in [path for path in NOTEBOOKS if path.stem in sys.argv[1:] or len(sys.argv) == 1]:
         fresh = iter([cell | {"outputs": outputs} for cell, outputs in run_notebook(path)])
+        notebook = json.loads(path.read_text(encoding="utf-8"))
         notebook["cells"] = [next(fresh) if cell["cell_type"] == "code" else cell for cell in notebook["cells"]]
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    if not names or "gallery" in names:
+    if "gallery" in sys.argv[1:] or len(sys.argv) == 1:
         run_page(GALLERY)
-        PICTURES.mkdir(exist_ok=True)
-        for path in sorted(Path().glob("*.png")):
-            (PICTURES / path.name).write_bytes(small(Image.open(path)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        for picture in PICTURES:
+            picture.write_bytes(small(Image.open(picture.name)))
