@@ -16,13 +16,16 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def transfer_figure(result: TransferResult, level: Unit = "rollout") -> Figure:
-    """Draw AUROC by layer with 95% bars, and below it recall at 1% false positives: a column per mode, a line per probe.
+    """Draw AUROC by layer with 95% bars: a column per mode, a line per probe. Below it, if any row has it: recall at 1%
+    false positives.
 
     ValueError for a level that was not run.
     """
     with style():
-        figure, panels = _panels(result, level, 2)
-        for mode, ((axes, lower), rows) in panels.items():
+        height = 2 if any(row.recall_1pct is not None for row in result.rows if row.level == level) else 1
+        figure, panels = _panels(result, level, height)
+        for mode, (column, rows) in panels.items():
+            axes, lower = column[0], column[-1]
             layers = list(dict.fromkeys(row.layer for row in rows))
             _random_band(axes, rows, layers)
             for index, probe in enumerate(result.probes):
@@ -30,15 +33,17 @@ def transfer_figure(result: TransferResult, level: Unit = "rollout") -> Figure:
                 _line(axes, ours, layers, index, len(result.probes))
                 points = [(layers.index(row.layer), row.recall_1pct) for row in ours if row.recall_1pct is not None]
                 lower.plot(*zip(*points), **_look(index)) if points else None
-            if notes := dict.fromkeys(row.recall_note for row in rows if row.recall_note):
+            if height == 2 and (notes := dict.fromkeys(row.recall_note for row in rows if row.recall_note)):
                 lower.text(0.5, 0.5, "\n".join(notes), transform=lower.transAxes, ha="center", wrap=True, fontsize=6)
             axes.set_title(_title(mode, rows))
-            for each in (axes, lower):
+            for each in column:
+                each.set_xlim(axes.get_xlim())
                 each.set_ylim(0, 1.02)
                 each.set_xticks(range(len(layers)), layers, rotation=30, ha="right")
-        axes, lower = next(iter(panels.values()))[0]
+        axes, *below = next(iter(panels.values()))[0]
         axes.set_ylabel(f"AUROC per {level}")
-        lower.set_ylabel("recall at 1% false positives")
+        for lower in below:
+            lower.set_ylabel("recall at 1% false positives")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
