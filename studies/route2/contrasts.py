@@ -18,6 +18,7 @@ A file has tables ``[[pool]]`` (what a row of the summary pools) and ``[[contras
 """
 
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -171,6 +172,17 @@ def compare(runs: pd.DataFrame, contrasts: tuple[ArmContrast, ...]) -> list[Cont
     ]
 
 
+def waiting(runs: pd.DataFrame, contrasts: tuple[ArmContrast, ...], known: Collection[str]) -> list[ArmContrast]:
+    """Return the contrasts of which an arm has no run in its preset yet; ``known`` are the arms that have runs anywhere."""
+    here = set(zip(runs.preset, runs.arm))
+    return [
+        contrast
+        for contrast in contrasts
+        if {contrast.arm, contrast.minus} <= set(known)
+        and not {(contrast.preset, contrast.arm), (contrast.preset, contrast.minus)} <= here
+    ]
+
+
 def _compared(runs: pd.DataFrame, contrast: ArmContrast) -> ContrastResult:
     by_arm = {str(arm): rows.set_index("seed") for arm, rows in runs.groupby("arm")}
     for name in (contrast.arm, contrast.minus):
@@ -311,14 +323,18 @@ def write_contrasts(path: Path, tables: tuple[Path, ...]) -> tuple[str, list[Pat
     """
     spec = read_contrasts(path)
     runs = read_evidence(tables)
+    known = set(runs.arm)
     runs = runs.loc[runs.seed >= spec.fresh_from]
     sections, paths = [], []
     if spec.pool:
         summary = pooled(runs, spec)
         sections.append(pooled_table(summary, spec.presets))
         paths.append(draw_pooled(summary, spec.presets, path.with_name(f"{path.stem}-pooled.png")))
-    if spec.contrast:
-        rows = compare(runs, spec.contrast)
+    to_run = waiting(runs, spec.contrast, known)
+    if ready := tuple(each for each in spec.contrast if each not in to_run):
+        rows = compare(runs, ready)
         sections.append(contrast_table(rows))
         paths.append(draw_contrasts(rows, path.with_suffix(".png")))
+    if to_run:
+        sections.append(f"Still to run: {'; '.join(f'{each.name} ({each.preset})' for each in to_run)}.")
     return markdown_page(sections), paths

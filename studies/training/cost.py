@@ -31,7 +31,7 @@ SIZES: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Card:
+class Gpu:
     """A GPU: bfloat16 operations and bytes per second, and bytes of memory."""
 
     operations: float = 990e12
@@ -39,7 +39,7 @@ class Card:
     memory: float = 80e9
 
 
-def hours(settings: Settings, chat: ChatModel, memory: MemoryPlan, extra: int, card: Card) -> float:
+def hours(settings: Settings, chat: ChatModel, memory: MemoryPlan, extra: int, card: Gpu) -> float:
     """Return the predicted hours of a run with ``extra`` operations per parameter and token for its score."""
     rollouts, parameters = settings.prompts * settings.group, memory.sizes["weights"] // 2
     per_token = (6 if chat.checkpointing else 4) + extra
@@ -64,7 +64,7 @@ def cost_table(preset: str = "qwen3-4b") -> str:
             config.save_pretrained(folder)
             chat = replace(ChatModel(folder, ""), device="cpu", **how)
             memory = plan(replace(settings, chat=chat), chat, torch.bfloat16, vllm=True)
-        times = [f"{hours(settings, chat, memory, extra, Card()):.1f}" for extra in EXTRA.values()]
+        times = [f"{hours(settings, chat, memory, extra, Gpu()):.1f}" for extra in EXTRA.values()]
         body.append([f"Qwen3-{size}", f"{memory.peak / 2**30:.0f}", *times])
     return markdown_table(["model", "GiB", *EXTRA], body)
 

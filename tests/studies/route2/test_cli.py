@@ -14,7 +14,7 @@ from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.settings import get_world
 from studies.environments.protocol import write_pairs
 from studies.training.arms import ARMS
-from studies.training.cost import Card, cost_table, hours
+from studies.training.cost import Gpu, cost_table, hours
 from studies.training.job import Job
 from studies.training.manifest import MANIFEST
 from studies.training.settings import CHAT_PRESETS, PRESETS, ChatModel, Settings, override, read_config
@@ -99,7 +99,7 @@ def test_the_page_has_the_predicted_costs() -> None:
     memory = MemoryPlan({"weights": 8_000_000_000, "vLLM": 8_000_000_000 + 3584 * 1000}, None)
     operations = 256 * 4e9 * (1300 * 6 + 600 * 2) / (0.4 * 990e12)
     decoding = 4 * 1536 * (8e9 + 950 * 1000) / 3.35e12
-    found = hours(settings, ChatModel("", "", **how), memory, 0, Card())
+    found = hours(settings, ChatModel("", "", **how), memory, 0, Gpu())
     assert found == pytest.approx(200 * (operations + decoding) / 3600)
 
 

@@ -18,6 +18,7 @@ from studies.route2.contrasts import (
     pooled_table,
     read_contrasts,
     read_evidence,
+    waiting,
 )
 from studies.route2.report import summary_table
 from studies.route2.runs import COLUMNS
@@ -91,6 +92,12 @@ def test_an_unknown_arm_and_a_run_given_twice_are_refused(tmp_path: Path) -> Non
     runs.to_csv(tmp_path / "runs.csv", index=False)
     with pytest.raises(ValueError, match="a at seed 0 of p is in two"):
         read_evidence((tmp_path / "runs.csv", tmp_path / "runs.csv"))
+
+
+def test_a_prediction_waits_for_its_runs_and_a_misspelled_one_does_not() -> None:
+    runs = runs_of(a=[0.1, 0.2], b=[0.3, 0.4])
+    late, wrong = contrast().model_copy(update={"preset": "later"}), contrast().model_copy(update={"arm": "aa"})
+    assert waiting(runs, (contrast(), late, wrong), set(runs.arm)) == [late]
 
 
 def test_the_evidence_page_prints_its_table() -> None:
