@@ -272,7 +272,9 @@ class Detection:
     """Score answers of finished runs with the pairs' direction and with random ones: AUROC and F0.5 per mode."""
 
     roots: tyro.conf.Positional[tuple[Path, ...]]
-    arm: Annotated[str, tyro.conf.arg(help="an arm that hacks at times, or 'base'; one for every root")] = "vanilla"
+    arms: Annotated[
+        tuple[str, ...], tyro.conf.arg(help="an arm that hacks at times, or 'base'; one for every root, or one for each")
+    ] = ("vanilla",)
     seed: int = 0
     per_mode: Annotated[int, tyro.conf.arg(help="answers sampled in each mode")] = 128
     draws: Annotated[int, tyro.conf.arg(help="random directions beside the pairs'")] = 20
@@ -289,9 +291,14 @@ class Detection:
         if not self.roots or min(self.per_mode, self.draws) < 1:
             raise ValueError("give the folder of at least one run, and at least 1 for per-mode and draws")
         _demand_folder(self.out)
-        arm = None if self.arm == "base" else get_arms((self.arm,))[0]
-        jobs = [Job.of(root, self.seed, arm, self.pairs) for root in self.roots]
-        names = [f"{self.arm}, {job.settings.steps} steps" if arm else self.arm for job in jobs]
+        if len(self.arms) not in (1, len(self.roots)):
+            raise ValueError(f"--arms takes one name, or one for each root: {len(self.arms)} for {len(self.roots)} roots")
+        names = self.arms * (len(self.roots) if len(self.arms) == 1 else 1)
+        jobs = [
+            Job.of(root, self.seed, None if name == "base" else get_arms((name,))[0], self.pairs)
+            for root, name in zip(self.roots, names)
+        ]
+        names = [name if name == "base" else f"{name}, {job.settings.steps} steps" for name, job in zip(names, jobs)]
         show_paths(write_detection(jobs, names, self.per_mode, self.out or self.roots[0], self.draws, self.trajectories))
 
 

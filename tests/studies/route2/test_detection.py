@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -110,8 +111,11 @@ def test_the_corda_direction_is_the_derivative_along_a_quarantine_that_starts_at
 
 def test_the_command_writes_table_figure_and_every_draw(finished: Job, tmp_path: Path) -> None:
     write_json(finished.root / "settings.json", finished.settings.as_dict())
-    Detection((finished.root,), per_mode=12, draws=2, out=tmp_path)()
+    run_job(replace(finished, arm=None))
+    Detection((finished.root, finished.root), arms=("base", "vanilla"), per_mode=12, draws=2, out=tmp_path)()
     rows = json.loads((tmp_path / "detection.json").read_text())
+    assert {row["run"] for row in rows} == {"base", "vanilla, 2 steps"}
+    rows = [row for row in rows if row["run"] == "base"]
     assert {(row["kind"], row["draw"]) for row in rows} == {(kind, draw) for kind in KINDS for draw in range(3)}
     assert {row["answers"] for row in rows} == {12}
     by_place = {(row["mode"], row["hacks"]) for row in rows}
