@@ -321,7 +321,8 @@ function drawEdges({ graph, faithfulness, total }) {
     make("p", { class: "where", text: `alone they keep ${number(faithfulness[0], 2)} of the effect` }),
   );
   const line = ({ source, target, weight }) => make("tr", {}, make("th", { scope: "row" }, make("code", { text: `${source} → ${target}` })), make("td", { class: "p", text: number(weight) }));
-  $("cell-answer").replaceChildren(make("table", { class: "tops" }, make("tbody", {}, ...graph.edges.map(line))));
+  $("cell-answer").replaceChildren(make("table", { class: "tops edges" }, make("tbody", {}, ...graph.edges.map(line))));
+  $("map-empty").textContent = "Edges have no map. The strongest are in the list.";
 }
 
 function drawAnswer({ text, top }) {
