@@ -204,8 +204,8 @@ class PairBatch:
         hack: Rollouts that hack.
         clean: Rollouts that do not, in the same order.
         pairs_hash: Name or hash of the pairs.
-        micro: Rollouts that run at one time when directions are fitted, all of a side if not given. Of the others only their
-            features are held; results are equal up to rounding.
+        micro: Pairs that run at one time when directions are fitted, all if not given. Of the others only their sum is held;
+            results are equal up to rounding.
 
     Examples:
         >>> pairs = PairBatch(hack=rollouts, clean=honest, pairs_hash="my pairs")
@@ -218,7 +218,7 @@ class PairBatch:
 
     def __post_init__(self) -> None:
         if self.micro is not None and self.micro < 1:
-            raise ValueError(f"micro must be a number of rollouts, at least 1, or None for all at once, not {self.micro}")
+            raise ValueError(f"micro must be a number of pairs, at least 1, or None for all at once, not {self.micro}")
         if len(self.hack) != len(self.clean):
             raise ValueError(f"{len(self.hack)} hack and {len(self.clean)} clean rollouts are not pairs")
 
@@ -313,8 +313,8 @@ class Fitter(Protocol):
     def fit(self, policy: Policy, step: int) -> Directions: ...
 
 
-def units(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each vector divided by its norm; ``ValueError`` for norm 0, with the name of the site."""
+def units(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Divide each vector by its norm, in place, and return them; ``ValueError`` for norm 0, with the name of the site."""
     norms = {site: v.norm() for site, v in vectors.items()}
     for site, real in zip(norms, on_host([norm > 0 for norm in norms.values()])):
         if not real:
@@ -322,47 +322,48 @@ def units(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 f"a contrast of norm 0 has no direction ({site}): are the hack and clean sides of the pairs the same (in another "
                 "order, perhaps), or so short that only rounding errors remain (attention to one token has no gradient)?"
             )
-    return {site: (v / norms[site]).contiguous() for site, v in vectors.items()}
+    for site, norm in norms.items():  # one by one, because all together may be as large as the weights
+        vectors[site] = (vectors[site] / norm).contiguous()
+    return vectors
 
 
 class Contrast(NamedTuple):
-    """``f(hack) - f(clean)`` of every pair, and the norm up to which their mean may be a rounding error."""
+    """``f(hack) - f(clean)`` of pairs at a site, and the norm up to which each may be a rounding error."""
 
     rows: Float[Tensor, "n ..."]
-    noise: Tensor
+    noise: Float[Tensor, " n"]
 
 
-@torch.inference_mode(False)  # or the rows of the pairs would be tensors that no backward may save
-def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str, Contrast]:
-    """Return the contrast of the pairs at every site; for ``full``, each side is first scaled to unit norm."""
+def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> Iterator[tuple[str, Contrast]]:
+    """Yield the contrast at every site, of one micro-batch of pairs after another; for ``full``, sides are first scaled to norm 1.
+
+    One contrast of ``full`` has the size of the site's weights for every pair, so none is held here.
+    """
     basis = policy.adapters.coordinates() if kind == "act" else {}
 
-    def pieces(side: Rollouts) -> list[tuple[Features, dict[str, Tensor]]]:
-        features = [
-            collect(policy, side.rows(index).to(policy.device), kind, basis)
-            for index in torch.arange(len(side)).split(pairs.micro or len(side))
-        ]
-        return [(piece, floors({site: feature.magnitude() for site, feature in piece.items()}, kind)) for piece in features]
+    def read(side: Rollouts) -> tuple[Features, dict[str, Tensor]]:
+        features = collect(policy, side.to(policy.device), kind, basis)
+        return features, floors({site: feature.magnitude() for site, feature in features.items()}, kind)
 
-    def rows(side: list[tuple[Features, dict[str, Tensor]]], site: str) -> Tensor:
-        values, floor = torch.cat([features[site].values() for features, _ in side]), torch.cat([floor[site] for _, floor in side])
-        sizes[site, id(side)] = norms = values.flatten(1).norm(dim=1)
-        real = (norms > floor).view(-1, *[1] * (values.ndim - 1))
-        values = torch.where(real, values, torch.zeros_like(values))
+    def rows(side: tuple[Features, dict[str, Tensor]], site: str) -> Tensor:
+        values = side[0][site].values()
+        norms = values.flatten(1).norm(dim=1)
+        sizes.append((site, norms))
+        values = torch.where((norms > side[1][site]).view(-1, *[1] * (values.ndim - 1)), values, torch.zeros_like(values))
         if kind != "full":
             return values
         return torch.nn.functional.normalize(values.flatten(1), dim=1, eps=torch.finfo(values.dtype).tiny).view_as(values)
 
-    hack, clean = pieces(pairs.hack), pieces(pairs.clean)
-    sizes: dict[tuple[str, int], Tensor] = {}
-    contrasts = {site: contrast(rows(hack, site), rows(clean, site)) for site in policy.adapters.sites}
-    if not all_finite(sizes):  # a comparison has taken NaN for a rounding error
-        site, wrong = next((site, ~size.isfinite()) for (site, _), size in sizes.items() if not size.isfinite().all())
-        raise ValueError(
-            f"pairs {wrong.nonzero()[:8, 0].tolist()} have activations or gradients at {site} that are NaN or infinite: leave them "
-            "out"
-        )
-    return contrasts
+    for index in torch.arange(len(pairs.hack)).split(pairs.micro or len(pairs.hack)):
+        hack, clean, sizes = read(pairs.hack.rows(index)), read(pairs.clean.rows(index)), []
+        for site in policy.adapters.sites:
+            yield site, contrast(rows(hack, site), rows(clean, site))
+        if not all_finite({i: norms for i, (_, norms) in enumerate(sizes)}):  # a comparison has taken NaN for a rounding error
+            site, wrong = next((site, ~norms.isfinite().cpu()) for site, norms in sizes if not norms.isfinite().all())
+            raise ValueError(
+                f"pairs {index[wrong][:8].tolist()} have activations or gradients at {site} that are NaN or infinite: leave them "
+                "out"
+            )
 
 
 def contrast(hack: Tensor, clean: Tensor) -> Contrast:
@@ -374,13 +375,31 @@ def contrast(hack: Tensor, clean: Tensor) -> Contrast:
     size = torch.maximum(hack.flatten(1).norm(dim=1), clean.flatten(1).norm(dim=1))
     noise = 32 * torch.finfo(delta.dtype).eps * size
     real = delta.flatten(1).norm(dim=1) > noise
-    return Contrast(torch.where(real.view(-1, *[1] * (delta.ndim - 1)), delta, torch.zeros_like(delta)), noise.mean())
+    return Contrast(torch.where(real.view(-1, *[1] * (delta.ndim - 1)), delta, torch.zeros_like(delta)), noise)
 
 
-def mean_directions(contrasts: Mapping[str, Contrast]) -> dict[str, Tensor]:
-    """Return the unit vector along each mean contrast; ``ValueError`` if the pairs of one cancel up to rounding."""
-    means = {site: contrast.rows.mean(dim=0) for site, contrast in contrasts.items()}
-    return units({site: torch.where(mean.norm() > contrasts[site].noise, mean, 0.0) for site, mean in means.items()})
+@torch.inference_mode(False)  # or directions would be tensors that no backward may save
+def mean_directions(contrasts: Iterable[tuple[str, Contrast]]) -> dict[str, Tensor]:
+    """Return the unit vector along each site's mean contrast; ``ValueError`` if the pairs of one cancel up to rounding."""
+    sums: dict[str, Tensor] = {}
+    noise: dict[str, list[Tensor]] = {}
+    for site, each in contrasts:
+        sums[site] = each.rows.sum(dim=0) if site not in sums else sums[site].add_(each.rows.sum(dim=0))
+        noise.setdefault(site, []).append(each.noise)
+    for site, total in sums.items():
+        floors = torch.cat(noise[site])
+        mean = total.div_(len(floors))
+        sums[site] = torch.where(mean.norm() > floors.mean(), mean, 0.0)
+    return units(sums)
+
+
+@torch.inference_mode(False)
+def stacked_rows(contrasts: Iterable[tuple[str, Contrast]]) -> dict[str, Tensor]:
+    """Return the contrast of every pair, ``[n, ...]`` at each site."""
+    rows: dict[str, list[Tensor]] = {}
+    for site, each in contrasts:
+        rows.setdefault(site, []).append(each.rows)
+    return {site: torch.cat(parts) for site, parts in rows.items()}
 
 
 @checked
@@ -394,8 +413,7 @@ class PersonaFitter:
     refreshes: bool = field(default=True, kw_only=True)
 
     def fit(self, policy: Policy, step: int) -> Directions:
-        deltas = differences(policy, self.pairs, self.kind)
-        vectors = mean_directions(deltas)
+        vectors = mean_directions(differences(policy, self.pairs, self.kind))
         return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.known_hash, step))
 
 
@@ -428,7 +446,7 @@ class TopKFitter:
         return f"top{self.k}"
 
     def fit(self, policy: Policy, step: int) -> Directions:
-        deltas = {site: difference.rows for site, difference in differences(policy, self.pairs, self.kind).items()}
+        deltas = stacked_rows(differences(policy, self.pairs, self.kind))
         axes, strengths = {}, {}
         factors = {site: torch.linalg.svd(delta.flatten(1), full_matrices=False)[1:] for site, delta in deltas.items()}
         # A singular value of 0 has no axis: the SVD returns an arbitrary vector for it.

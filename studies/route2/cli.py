@@ -95,7 +95,8 @@ class RunArms:
                 write_json(root / BACKEND, unusual)
             if settings.chat is not None:
                 _keep_modes(root, settings)
-                print(plan(settings, settings.chat, PRECISIONS[self.precision], vllm=self.sampler == "vllm"))
+                full = any(getattr(arm.route, "score", None) == "full" for arm in arms)
+                print(plan(settings, settings.chat, PRECISIONS[self.precision], vllm=self.sampler == "vllm", full=full))
             print(f"{len(jobs)} runs into {root}; base models first")
             failures = run_jobs(jobs, self.workers, self.place, report_to=self.report_to)
             if failures:

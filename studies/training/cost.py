@@ -50,7 +50,7 @@ def hours(settings: Settings, chat: ChatModel, memory: MemoryPlan, extra: int, c
 
 
 def cost_table(preset: str = "qwen3-4b") -> str:
-    """Return the table: one row per size of Qwen3, with the peak of the memory plan under vLLM and the hours of each rule."""
+    """Return the table: one row per size of Qwen3, with the peaks of the memory plan under vLLM and the hours of each rule."""
     from transformers import Qwen3Config
 
     settings, how = CHAT_PRESETS[preset]
@@ -63,10 +63,10 @@ def cost_table(preset: str = "qwen3-4b") -> str:
             )  # fmt: skip
             config.save_pretrained(folder)
             chat = replace(ChatModel(folder, ""), device="cpu", **how)
-            memory = plan(replace(settings, chat=chat), chat, torch.bfloat16, vllm=True)
+            memory, full = (plan(replace(settings, chat=chat), chat, torch.bfloat16, True, full) for full in (False, True))
         times = [f"{hours(settings, chat, memory, extra, Gpu()):.1f}" for extra in EXTRA.values()]
-        body.append([f"Qwen3-{size}", f"{memory.peak / 2**30:.0f}", *times])
-    return markdown_table(["model", "GiB", *EXTRA], body)
+        body.append([f"Qwen3-{size}", f"{memory.peak / 2**30:.0f}", *times, f"{full.peak / 2**30:.0f}"])
+    return markdown_table(["model", "GiB", *EXTRA, "GiB of full"], body)
 
 
 if __name__ == "__main__":

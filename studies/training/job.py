@@ -299,7 +299,8 @@ def micro_batches(rollouts: Rollouts, settings: Settings) -> list[Rollouts]:
 def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
     """Return the persona pairs: the user's file for ``hack`` if one was given, otherwise the world's own.
 
-    The world's pairs are also saved in readable form beside the runs. They run in micro-batches as rollouts do.
+    The world's pairs are also saved in readable form beside the runs. Those of a chat model run one at a time, because a
+    gradient of all its weights is as large as these.
     """
     if kind == "hack" and job.pairs is not None:
         pairs = users_pairs(world, job.pairs)
@@ -314,6 +315,4 @@ def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
             fresh = job.folder / f".{path.name}.tmp"  # in the locked folder, where leftovers of a killed process are deleted
             write_pairs(pairs, fresh)
             fresh.replace(path)
-    encoded = world.encode_pairs(pairs)
-    widest = max(side.tokens.shape[1] for side in (encoded.hack, encoded.clean))
-    return replace(encoded, micro=job.settings.micro_batch(widest))
+    return replace(world.encode_pairs(pairs), micro=job.settings.micro if job.settings.chat is None else 1)

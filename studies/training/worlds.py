@@ -215,9 +215,10 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Peak memory: the larger of sampling and training, which alternate, plus weights and adapters."""
-        training, vllm = self.sizes["activations"] + self.sizes["logits"], self.sizes.get("vLLM", 0)
-        return self.sizes["weights"] + self.sizes["adapters"] + vllm + max(training, self.sizes["sampling"])
+        """Peak memory: the largest of sampling, training and fitting, which alternate, plus what stays."""
+        training = self.sizes["activations"] + self.sizes["logits"]
+        always = sum(self.sizes.get(name, 0) for name in ("weights", "adapters", "vLLM", "directions"))
+        return always + max(training, self.sizes["sampling"], self.sizes.get("fitting", 0))
 
     def __str__(self) -> str:
         rows = [f"  {name:12} {_gib(size)}" for name, size in self.sizes.items()]
@@ -225,8 +226,10 @@ class MemoryPlan:
         return "\n".join(["memory plan, one worker:", *rows, f"  {'peak':12} {_gib(self.peak)}{have}"])
 
 
-def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype, vllm: bool = False) -> MemoryPlan:
+def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype, vllm: bool = False, full: bool = False) -> MemoryPlan:
     """Return the memory plan of one worker; ``vllm`` has weights of its own, and holds its cache while the policy trains.
+
+    With ``full`` a route holds directions of all adapted weights; to fit them anew takes as much again, and a pair's gradients.
 
     Raises:
         ValueError: If transformers does not know the folder's config.
@@ -255,6 +258,9 @@ def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype, vllm: bool = F
         "logits": 3 * FLOAT * tokens * vocabulary,
         "sampling": chat.at_once * min(config.max_position_embeddings, PROMPT + chat.max_new) * 2 * layers * kv_heads * head * size,
     }
+    if full:
+        adapted = layers * sum(a * b for a, b in linears)
+        sizes |= {"directions": FLOAT * adapted, "fitting": (FLOAT + 2 * size) * adapted}
     if vllm:
         sizes |= {"vLLM": sizes["weights"] + sizes["sampling"], "sampling": 0}
     return MemoryPlan(sizes, _available(chosen_device(chat.device)))
