@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -103,6 +104,22 @@ def test_pairs_that_run_in_pieces_give_the_same_directions(kind: str, name: str,
         for site, v in whole.vectors.items():
             assert torch.allclose(own.vectors[site], v, rtol=0, atol=1e-12), site
     assert max(seen) == min(micro, 7)
+
+
+def test_contrasts_of_all_weights_are_held_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them together are as large as the weights, once for every pair."""
+    policy, real = make_policy(SPECS["lora"]), directions_module.contrast
+    made, most = list[ref[Tensor]](), list[int]()
+
+    def counted(hack: Tensor, clean: Tensor) -> Any:
+        made.append(ref(found := real(hack, clean)[0]))
+        most.append(sum(each() is not None for each in made))
+        return directions_module.Contrast(found, torch.zeros(len(found)))
+
+    monkeypatch.setattr(directions_module, "contrast", counted)
+    persona(policy, "full", replace(make_pairs(), micro=1)).fit(policy, 0)
+    assert len(made) == 5 * len(policy.adapters.sites)
+    assert max(most) <= 2
 
 
 def test_activation_directions_live_in_the_coordinates_of_ds() -> None:

@@ -200,6 +200,10 @@ def test_the_memory_plan_counts_what_the_model_and_the_adapters_have(settings: S
     ours = 16 * sum(p.numel() for p in trained)  # the plan also counts what of a LoRA is frozen
     assert ours <= planned.sizes["adapters"] <= 2.5 * ours
     assert "peak" in str(planned)
+    weights = 4 * sum(branch.weight.numel() for branch in policy.adapters.sites.values())
+    full = plan(settings, settings.chat, torch.float32, full=True)
+    assert (full.sizes["directions"], full.sizes["fitting"]) == (weights, 3 * weights)
+    assert full.peak >= planned.peak + weights
     smaller = plan(settings, replace(settings.chat, token_budget=512), torch.bfloat16)
     assert smaller.peak < planned.peak
 
