@@ -13,12 +13,13 @@ difference, the signed CorDA initialization of vGROUT (CorDA: 2406.05223):
 """
 
 import contextlib
+import itertools
 import json
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import get_args
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -89,13 +90,13 @@ def detect(job: Job, per_mode: int, draws: int, trajectories: Path | None = None
         prompts, groups = group_ids(sampled.prompts), {mode: modes == mode for mode in world.modes.loopholes}
         if trajectories is not None:
             groups = {category: ~hack | (modes == category) for category in sorted({*modes[hack].tolist()})}
-        for kind in KINDS:
-            feature: FeatureKind = "full" if kind == "corda" else cast(FeatureKind, kind)
-            fitted = input_directions(policy, pairs) if kind == "corda" else PersonaFitter("persona", feature, pairs).fit(policy, 0)
-            random = [HaarFitter(KnownFitter(fitted), derive(job.seed, "haar", i)).fit(policy, 0) for i in range(1, draws + 1)]
-            directions = [corda(policy, each) for each in (fitted, *random)] if kind == "corda" else [fitted, *random]
-            scores = score(policy, sampled.rollouts, feature, directions, job.settings)
-            for draw, values in enumerate(scores.numpy()):
+        for kind in get_args(FeatureKind):
+            fitted = PersonaFitter("persona", kind, pairs).fit(policy, 0)
+            inners: dict[str, Inner] = {kind: along(policy, with_random(fitted, policy, job.seed, draws))}
+            if kind == "full":
+                inners["corda"] = corda(policy, list(with_random(input_directions(policy, pairs), policy, job.seed, draws)))
+            scores = score(policy, sampled.rollouts, fitted, list(inners.values()), job.settings)
+            for (name, draw), values in zip(itertools.product(inners, range(draws + 1)), scores.numpy(), strict=True):
                 known = groups.get(world.modes.known[0], np.zeros(len(hack), bool))
                 threshold = best_threshold(values[known], hack[known])
                 for mode, rows_of in groups.items():
@@ -105,7 +106,7 @@ def detect(job: Job, per_mode: int, draws: int, trajectories: Path | None = None
                         inside = mode == world.modes.known[0]
                         flags = crossed_flags(ours, labels, prompts[rows_of]) if inside else ours >= threshold
                         f = f_score(flags, labels)
-                    rows.append(DetectionRow(kind, draw, mode, len(labels), int(labels.sum()), auroc(ours, labels), f))
+                    rows.append(DetectionRow(name, draw, mode, len(labels), int(labels.sum()), auroc(ours, labels), f))
         return rows, world.modes
 
 
@@ -130,23 +131,44 @@ def labelled(world: World, path: Path) -> Sampled:
     return Sampled(rollouts, [each.hack for each in fitting], [each.category for each in fitting], prompts)
 
 
+Inner = Callable[[str, Float[Tensor, "b ..."]], Float[Tensor, "b d"]]
+"""Inner products of a site's features with that site's vector of each direction."""
+
+
+def with_random(fitted: Directions, policy: Policy, seed: int, draws: int) -> Iterator[Directions]:
+    """Yield the fitted directions, and then random ones of the same spaces."""
+    yield fitted
+    for i in range(1, draws + 1):
+        yield HaarFitter(KnownFitter(fitted), derive(seed, "haar", i)).fit(policy, 0)
+
+
 def score(
-    policy: Policy, rollouts: Rollouts, kind: FeatureKind, directions: Sequence[Directions], settings: Settings
+    policy: Policy, rollouts: Rollouts, like: Directions, inners: Sequence[Inner], settings: Settings
 ) -> Float[Tensor, "d b"]:
-    """Return the pooled scores of rollouts against each direction, a micro-batch of the run at a time."""
+    """Return the pooled scores of rollouts against unit directions of the sites and kind of ``like``, a micro-batch at a time."""
+    kind = like.provenance.kind
     basis = policy.adapters.coordinates() if kind == "act" else {}
     parts = []
     for rows in pieces(rollouts, settings):
-        features = collect(policy, rows.to(policy.device), kind, basis)
-        compared: list[dict[str, Comparison]] = [{} for _ in directions]
-        for site, feature in features.items():
-            # A gradient is summed over tokens once, and not for each of some twenty directions.
-            inner = feature.values().flatten(1) @ torch.stack([each.vectors[site].flatten() for each in directions], dim=1)
+        compared: list[dict[str, Comparison]] = []
+        for site, feature in collect(policy, rows.to(policy.device), kind, basis).items():
+            values = feature.values()  # a gradient is summed over tokens once, and not for each of some twenty directions
+            columns = torch.cat([inner(site, values) for inner in inners], dim=1).unbind(1)
             norms, magnitude = feature.norms(), feature.magnitude()
-            for of, column in zip(compared, inner.unbind(1), strict=True):
+            compared = compared or [{} for _ in columns]
+            for of, column in zip(compared, columns, strict=True):
                 of[site] = Comparison(column, norms, magnitude)
-        parts.append(torch.stack([pooled(of, each) for of, each in zip(compared, directions)]).double().cpu())
+        parts.append(torch.stack([pooled(of, like) for of in compared]).double().cpu())
     return torch.cat(parts, dim=1)
+
+
+def along(policy: Policy, directions: Iterable[Directions]) -> Inner:
+    """Return the inner products with directions, held in the model's precision: some twenty may be as large as its weights."""
+    held: dict[str, list[Tensor]] = {}
+    for each in directions:
+        for site, vector in each.vectors.items():
+            held.setdefault(site, []).append(vector.flatten().to(policy.adapters.sites[site].weight.dtype))
+    return lambda site, values: values.flatten(1) @ torch.stack(held[site], dim=1).to(values.dtype)
 
 
 def input_directions(policy: Policy, pairs: PairBatch) -> Directions:
@@ -167,13 +189,15 @@ def input_directions(policy: Policy, pairs: PairBatch) -> Directions:
     return Directions(vectors, Provenance("input", "act", pairs.pairs_hash, policy.adapters.known_hash, 0))
 
 
-def corda(policy: Policy, inputs: Directions) -> Directions:
-    """Return the directions ``-v u^T [d_out, d_in]`` of the input axes ``u``; see the module."""
-    vectors = {}
-    for site, u in inputs.vectors.items():
-        v = policy.adapters.sites[site].weight.to(u.dtype) @ u
-        vectors[site] = -torch.outer(v / v.norm(), u)
-    return Directions(vectors, replace(inputs.provenance, kind="full"))
+def corda(policy: Policy, inputs: Sequence[Directions]) -> Inner:
+    """Return the inner products with ``-v u^T [d_out, d_in]`` for input axes ``u``; see the module."""
+
+    def inner(site: str, values: Float[Tensor, "b d_out d_in"]) -> Float[Tensor, "b d"]:
+        u = torch.stack([each.vectors[site] for each in inputs], dim=1).to(values.dtype)
+        v = policy.adapters.sites[site].weight.to(values.dtype) @ u
+        return -((values @ u) * (v / v.norm(dim=0))).sum(dim=1)
+
+    return inner
 
 
 def f_score(flags: Bool[np.ndarray, " n"], hack: Bool[np.ndarray, " n"]) -> float:

@@ -17,7 +17,7 @@ from mi_route2.routing import MaskRoute, MaskSpec
 from mi_route2.routing.directions import FeatureKind, PersonaFitter, collect
 from mi_route2.validation import write_json
 from studies.route2.cli import Detection
-from studies.route2.detection import KINDS, best_threshold, corda, crossed_flags, detect, f_score, input_directions, score
+from studies.route2.detection import KINDS, along, best_threshold, corda, crossed_flags, detect, f_score, input_directions, score
 from studies.route2.probing import sample
 from studies.route2.sharing import LabelledRollout, read_trajectories
 from studies.training.job import Job, build_pairs, finished_policy
@@ -67,7 +67,8 @@ def test_a_score_is_that_of_a_route_with_this_direction(finished: Job, kind: Fea
     route.refresh(policy, step=0)
     assert route.directions is not None
     with policy.adapters.deployed():
-        found = score(policy, sampled.rollouts, kind, [route.directions, route.directions], finished.settings)
+        twice = along(policy, [route.directions, route.directions])
+        found = score(policy, sampled.rollouts, route.directions, [twice], finished.settings)
     expected = route.score(policy, sampled.rollouts)
     assert expected is not None
     torch.testing.assert_close(found[0], expected.double().cpu(), rtol=0, atol=1e-6)
@@ -93,20 +94,23 @@ def test_the_corda_direction_is_the_derivative_along_a_quarantine_that_starts_at
 
     with adapters.deployed():
         hack, clean = mean_inputs(pairs.hack), mean_inputs(pairs.clean)
-        directions = corda(policy, input_directions(policy, pairs))
-        gradients = collect(policy, pairs.hack, "full", {}, directions.vectors)
+        inner = corda(policy, [input_directions(policy, pairs)])
+        gradients = {site: each.values() for site, each in collect(policy, pairs.hack, "full", {}).items()}
+        directions = dict[str, torch.Tensor]()
         for site, module in adapters.modules.items():
             u = hack[site] - clean[site]
             u, v = u / u.norm(), module.weight @ u
-            torch.testing.assert_close(directions.vectors[site], -torch.outer(v / v.norm(), u), rtol=1e-3, atol=1e-5)
+            directions[site] = -torch.outer(v / v.norm(), u)
+            expected = (gradients[site] * directions[site]).sum(dim=(1, 2))
+            torch.testing.assert_close(inner(site, gradients[site])[:, 0], expected, rtol=1e-3, atol=1e-5)
         site, eps = next(iter(adapters.sites)), 1e-3
         weight, before = adapters.modules[site].weight, adapters.modules[site].weight.clone()
         losses = []
         for sign in (1, -1):
-            weight.data = before + sign * eps * directions.vectors[site]
+            weight.data = before + sign * eps * directions[site]
             losses.append(-policy.logprobs(pairs.hack).sum(dim=1).detach())
         weight.data = before
-    torch.testing.assert_close(gradients[site].inner, (losses[0] - losses[1]) / (2 * eps), rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(inner(site, gradients[site])[:, 0], (losses[0] - losses[1]) / (2 * eps), rtol=5e-2, atol=5e-2)
 
 
 def test_the_command_writes_table_figure_and_every_draw(finished: Job, tmp_path: Path) -> None:
@@ -147,7 +151,8 @@ def test_trajectories_of_trace_are_scored_by_category_beside_all_benign_ones(fin
             found, _ = detect(finished, 1, 0, tmp_path / "trace.jsonl")
         _, policy = finished_policy(finished)
         fitted = PersonaFitter("persona", "act", build_pairs(finished, world, "hack")).fit(policy, 0)
-        values = score(policy, world.encode([p.text for p in prompts], texts), "act", [fitted], finished.settings)[0]
+        answers = world.encode([p.text for p in prompts], texts)
+        values = score(policy, answers, fitted, [along(policy, [fitted])], finished.settings)[0]
     for category, ours in (("1", [0, 1]), ("2", [2, 3])):
         row = next(row for row in found if (row.kind, row.mode) == ("act", category))
         assert (row.answers, row.hacks, row.f_half) == (6, 2, None)
