@@ -278,7 +278,7 @@ def detection_figure(found: Sequence[tuple[str, list[DetectionRow]]], modes: Mod
                 own = [row.auroc for row in ours if not row.draw]
                 panel.scatter([x] * len(own), own, color=f"C{j}", label=label)
         panel.axhline(0.5, color="0.5", linewidth=0.8, linestyle=":")
-        panel.set(title=name, xticks=range(len(KINDS)), xticklabels=KINDS, ylim=(0, 1))
+        panel.set(title=name, xticks=range(len(KINDS)), xticklabels=KINDS, ylim=(-0.03, 1.03))
     panels[0, 0].set_ylabel("AUROC of hacks")
-    panels[0, -1].legend(loc="lower right", fontsize="small")
+    panels[0, -1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     return figure
