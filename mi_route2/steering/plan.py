@@ -25,6 +25,11 @@ class Piece(NamedTuple):
     count: int
     prompt: int
 
+    def phases(self, first: int) -> tuple[range, range]:
+        """Return the indices of its prompt tokens and of its generated ones, if its tokens begin at index ``first``."""
+        cut = first + min(max(self.prompt - self.start, 0), self.count)
+        return range(first, cut), range(cut, first + self.count)
+
 
 @dataclass(frozen=True)
 class BatchLayout:
@@ -129,10 +134,7 @@ class Cells:
     def __init__(self, layout: BatchLayout):
         self.device, (rows, width) = layout.positions.device, layout.positions.shape
         self.count = rows * width
-        self.phases: list[tuple[range, range]] = []
-        for row, piece in enumerate(layout.pieces):
-            first, prompt = row * width, min(max(piece.prompt - piece.start, 0), piece.count)
-            self.phases.append((range(first, first + prompt), range(first + prompt, first + piece.count)))
+        self.phases = [piece.phases(row * width) for row, piece in enumerate(layout.pieces)]
         self._indices: dict[tuple[range, ...], Tensor | None] = {}
 
     def index(self, ranges: tuple[range, ...]) -> Tensor | None:
@@ -334,12 +336,16 @@ QUARANTINE = {"close": (1.0, -1.0), "open": (0.0, 1.0)}
 
 @dataclass(frozen=True)
 class Acting:
-    """Steering of a piece: the row and its scale in each phase, the row's clamps, the request's monitors."""
+    """Steering of a piece: the row and its scale in each phase, the row's clamps, the request's monitors.
+
+    The vectors of a ``banked`` piece are added by ``VectorBanks``, and are no part of the plan.
+    """
 
     rows: tuple[int, int]
     scales: tuple[float, float]
     bands: tuple[Mapping[Site, tuple[Band, ...]], Mapping[Site, tuple[Band, ...]]]
     watches: tuple[CompiledMonitor, ...]
+    banked: bool = False
 
     @property
     def off(self) -> frozenset[Site]:
@@ -441,7 +447,7 @@ class Planner:
     def _static(self, site: Site) -> None:
         table, picked = self.tables[site], []
         for i, acting in enumerate(self.acting):
-            for decode in (0, 1):
+            for decode in () if acting.banked else (0, 1):
                 line, scale = 2 * acting.rows[decode] + decode, acting.scales[decode]
                 if line in table.acts and scale != 0 and self.cells.phases[i][decode] and site not in self.off[i]:
                     picked.append((i, decode, line, scale))
@@ -468,7 +474,8 @@ class Planner:
         return self._shared[picked]
 
     def _dynamic(self, site: Site, values: Tensor) -> None:
-        pieces = [i for i, (_, generated) in enumerate(self.cells.phases) if generated and site not in self.off[i]]
+        planned = (i for i, acting in enumerate(self.acting) if not acting.banked)
+        pieces = [i for i in planned if self.cells.phases[i][1] and site not in self.off[i]]
         if pieces:
             cells = self.cells.index(tuple(self.cells.phases[i][1] for i in pieces))
             self._step(site).terms.append(Term(cells, VectorSpread(values[None], None), self._gates(site, pieces, rows=False)))

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from mi_route2.checks import checked
 from mi_route2.sites import Site
+from mi_route2.steering.banks import Span, VectorBanks
 from mi_route2.steering.plan import (
     Acting,
     BatchLayout,
     CompiledMonitor,
     ForwardState,
+    Piece,
     Planner,
     Readings,
     SiteStep,
@@ -38,6 +40,7 @@ from mi_route2.steering.specs import (
     plain,
     summed,
     term,
+    wide,
 )
 from mi_route2.steering.table import SteeringRows, row_key
 
@@ -99,6 +102,8 @@ class SteeringState:
         device: device of the model.
         adapter_sites: the ``quarantine_out`` sites, which monitors gate by default, and the ``kept_out`` sites, which they may
             gate by name.
+        tokens: number of tokens of the largest forward, in which ``banks`` add the vectors of requests without monitors; 0: ``at``
+            adds all vectors.
 
     ``changes`` counts the calls after which the steering may differ.
     """
@@ -111,8 +116,11 @@ class SteeringState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         adapter_sites: tuple[Site, ...] = (),
+        tokens: int = 0,
     ):
-        self.rows = SteeringRows(rows, widths, dtype, torch.device(device))
+        device = torch.device(device)
+        self.banks = VectorBanks(2 * (rows + 1), tokens, wide(dtype), device) if tokens else None
+        self.rows = SteeringRows(rows, widths, dtype, device, self.banks)
         self.adapter_sites = tuple(sorted(adapter_sites))
         self.vectors: dict[str, Vector] = {}
         self.tier: dict[Site, Tensor] = {}
@@ -317,12 +325,14 @@ class SteeringState:
         resolved = self._entries(entries)
         summed_up = {site: values.to(self.rows.device, self.rows.dtype) for site, values in summed(resolved).items()}
         self.tier = {site: values for site, values in summed_up.items() if bool(values.any())}
+        if self.banks is not None:
+            self.banks.set_tier(self.tier)
         self._changed()
 
     def clear_tier(self) -> None:
         """Remove the dynamic vectors and reset the gain to 1."""
-        self.tier, self.gain = {}, 1.0
-        self._changed()
+        self.gain = 1.0
+        self.set_tier(())
 
     def override(self, request: int, config: str | None) -> None:
         """Route the request's generated tokens to a held configuration, or (``None``) to its own row; its scale is unchanged."""
@@ -422,7 +432,8 @@ class SteeringState:
         config_scale = 1.0 if active.override is None else active.override.scale
         # an override and a scale act on generated tokens only
         scales, bands = (1.0, config_scale * active.scale), (prompt_row.bands[0], decode_row.bands[1])
-        return Acting((active.row, routed), scales, bands, self._watches(active))
+        watches = self._watches(active)
+        return Acting((active.row, routed), scales, bands, watches, banked=self.banks is not None and not watches)
 
     def _watches(self, active: ActiveRequest) -> tuple[CompiledMonitor, ...]:
         if not (active.watches or active.dynamic or self._monitors):
@@ -493,6 +504,16 @@ class SteeringState:
         self._steps, slots = plan
         self._layout, self._forward = layout, ForwardState(layout.positions.shape, slots)
         return bool(self._steps)
+
+    def fill(self, pieces: Iterable[tuple[Piece, int]]) -> None:
+        """Fill the buffers of ``banks`` for a forward in which the tokens of each piece begin at an index."""
+        spans: list[Span] = []
+        for piece, first in pieces:
+            acting, phases = self._acting(piece.request), piece.phases(first)
+            for decode, here in enumerate(phases if acting.banked else ()):
+                spans.append((here, 2 * acting.rows[decode] + decode, acting.scales[decode], self.gain * decode))
+        if self.banks is not None:
+            self.banks.fill(spans)
 
     @property
     def acting(self) -> Collection[Site]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mi_route2.sites import Site
+from mi_route2.steering.banks import VectorBanks
 from mi_route2.steering.specs import TIERS, Clamp, Steer, Steering, Vector, summed, wide
 
 Widths = Callable[[Site], tuple[int, ...]]
@@ -70,11 +71,11 @@ class SiteTable:
 class SteeringRows:
     """Rows of the table: at most ``capacity`` configurations in addition to row 0."""
 
-    def __init__(self, capacity: int, widths: Widths, dtype: torch.dtype, device: torch.device):
+    def __init__(self, capacity: int, widths: Widths, dtype: torch.dtype, device: torch.device, banks: VectorBanks | None = None):
         if capacity < 0:
             raise ValueError(f"rows={capacity} is negative: give the number of steering configurations that may act at a time")
         self.capacity, self.dtype, self.device = capacity, wide(dtype), device
-        self.widths = widths
+        self.widths, self._banks = widths, banks
         self.tables: dict[Site, SiteTable] = {}
         self.globals: dict[str, dict[Site, Tensor]] = {tier: {} for tier in TIERS}
         self.rows: dict[int, SharedRow] = {0: SharedRow(Steering(), b"", {tier: {} for tier in TIERS}, refs=1)}
@@ -196,9 +197,7 @@ class SteeringRows:
             if key in acting:
                 values = rounded[key]
                 if table is None:
-                    shape = 2 * (self.capacity + 1), len(values)
-                    with torch.inference_mode(False):  # a table made in inference mode could not be written outside of it
-                        table = self.tables[site] = SiteTable(torch.zeros(shape, dtype=self.dtype, device=self.device))
+                    table = self.tables[site] = SiteTable(self._lines(site, len(values)))
                 table.values[line] = values
                 table.acts.add(line)
             elif table is not None and line in table.acts:
@@ -206,6 +205,13 @@ class SteeringRows:
                 table.acts.discard(line)
         if table is not None and not table.acts:
             del self.tables[site]
+
+    @torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
+    def _lines(self, site: Site, width: int) -> Tensor:
+        """Return the zeros of a new table."""
+        if self._banks is not None:
+            return self._banks.lines(site, width)
+        return torch.zeros(2 * (self.capacity + 1), width, dtype=self.dtype, device=self.device)
 
     def sites(self) -> set[Site]:
         """Return the sites with a table line or a clamp."""
