@@ -1,17 +1,22 @@
 """Extension of vLLM's worker: applies each request's interventions in the forwards of the model, by hooks on its modules.
 
-A hook on the whole model reads which tokens of which requests the forward computes; hooks on the modules of the sites in use then
-gather the tokens of the requests with interventions ``[b t ...]``, run what our own engine runs on them, and write back the tokens
-that changed. No other token is touched, not even by an addition of 0.
+Before a forward the worker reads which tokens of which requests it computes, and writes lines and scales of their vectors into
+``VectorBanks``. Hooks on the modules of the sites in use add these vectors, by the same kernels in every step. For everything else
+they gather the tokens of the requests with interventions ``[b t ...]``, run what our own engine runs on them, and write back the
+tokens that changed. No other token is touched, not even by an addition of 0.
+
+A replayed CUDA graph would run past all Python of the hooks, but not past the banks: ``_model_forward`` is outside of it. No graph
+was captured: vLLM captures before this extension is opened, with no site known, so ``enforce_eager`` is demanded.
 
 Private parts of vLLM that are read:
 
     worker.model_runner, worker.vllm_config
     model_runner.requests[id].sampling_params, .input_batch.req_ids, .input_batch.num_computed_tokens_cpu, .query_start_loc.np
-    model_runner.requests[id].block_ids, .kv_cache_config
+    model_runner.requests[id].block_ids, .kv_cache_config, .max_num_tokens
 
-One is written, model_runner.kv_caches: a block whose keys and values a request made infinite or NaN is zeroed before another
-writes into it, since vLLM's kernel multiplies what lies behind a request's last token in its block by 0, and makes NaN of NaN.
+Two are written: model_runner._model_forward is wrapped, and in model_runner.kv_caches a block whose keys and values a request made
+infinite or NaN is zeroed before another writes into it, since vLLM's kernel multiplies what lies behind a request's last token in
+its block by 0, and makes NaN of NaN.
 """
 
 import os
@@ -112,6 +117,12 @@ class Batch:
     taken: list[tuple[Callable[[Tensor], None], Tensor]] = field(default_factory=list)
     fired: set[Site] = field(default_factory=set)
 
+    def run(self, work: Work, h: Tensor) -> Tensor:
+        """Take the captures at a site and apply its patches."""
+        if work.captures:
+            self.taken += work.take(h)
+        return work.put(h) if work.patches else h
+
 
 class RunnerInterventions:
     """Interventions of all requests of one model runner.
@@ -123,7 +134,8 @@ class RunnerInterventions:
     def __init__(self, runner: Any, facts: Facts, device: torch.device):
         self._runner, self._facts, self._device = runner, facts, device
         self.model: nn.Module = runner.get_model()
-        self.steering = SteeringState(facts.shape, rows=facts.rows + CONFIGURATIONS, dtype=facts.torch_dtype, device=device)
+        rows, tokens = facts.rows + CONFIGURATIONS, runner.max_num_tokens
+        self.steering = SteeringState(facts.shape, rows=rows, dtype=facts.torch_dtype, device=device, tokens=tokens)
         self.opened = 0
         self.wants: frozenset[Site] = frozenset()
         self.pieces: tuple[Piece, ...] = ()
@@ -135,12 +147,17 @@ class RunnerInterventions:
         self._hooks: dict[Site, Any] = {}
         self._spoiled: set[int] = set()
         """Numbers of the blocks in which a request may have left keys and values that are not finite."""
-        self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self.model.register_forward_hook(self._end)
+        self._forward, runner._model_forward = runner._model_forward, self._run
 
     # One forward
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _run(self, **inputs: Any) -> Tensor:
+        self._begin(inputs["input_ids"])
+        output = self._forward(**inputs)
+        self._end(output)
+        return output
+
+    def _begin(self, ids: Tensor | None) -> None:
         for req in () if self._batch is None else self._batch.running:  # of a forward that broke off, and may have written NaN
             self._spoiled.update(*req.state.block_ids)
         self._batch, self.pieces, self.readings, self.seen = None, (), {}, {}
@@ -157,8 +174,9 @@ class RunnerInterventions:
             if self._spoiled and (req is None or not req.broken):
                 self._clean(name, int(computed[row]))
         if here:
-            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
             self._batch = self._made(here, ids)
+        pieces = () if self._batch is None else self._batch.layout.pieces
+        self.steering.fill(zip(pieces, (first for _, first, _, _ in here), strict=True))
         # hooks only where somebody intervenes now: each one costs time in the forwards of all requests
         wanted = set() if self._batch is None else self._batch.work.keys() | self.steering.sites()
         for site in self._hooks.keys() - wanted:
@@ -215,7 +233,7 @@ class RunnerInterventions:
             req.changed |= req.acts not in (None, acts)
             req.acts = acts
 
-    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _end(self, output: Tensor) -> None:
         batch = self._batch
         if batch is None:
             return
@@ -236,7 +254,7 @@ class RunnerInterventions:
         self._check(batch, output)
         self._batch = None  # last: what nobody has checked is taken for spoiled
 
-    def _check(self, batch: Batch, output: Any) -> None:
+    def _check(self, batch: Batch, output: Tensor) -> None:
         """Store values for collection; fail the requests whose stream is not finite."""
         ends = torch.tensor([piece.count - 1 for piece in batch.layout.pieces], device=self._device)
         last = output[batch.index.gather(1, ends[:, None])[:, 0]]
@@ -268,70 +286,60 @@ class RunnerInterventions:
             return module.register_forward_pre_hook(lambda module, args: self._input(site, at, args))
         return module.register_forward_hook(lambda module, args, output: self._output(site, at, output))
 
-    def _input(self, site: Site, at: VllmAt, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _input(self, site: Site, at: VllmAt, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not at.stream:
-            new = self._edited(site, args[0])
-            return None if new is None else (new, *args[1:])
+            return self._edited(site, args[0])[0], *args[1:]
         *before, hidden, residual = args
-        pair = self._stream(site, hidden, residual)
-        return None if pair is None else (*before, *pair)
+        return *before, *self._edited(site, hidden, residual)
 
     def _output(self, site: Site, at: VllmAt, output: Any) -> Any:
         if at.stream:
-            return self._stream(site, *output)
+            return self._edited(site, *output)
         values, *rest = output if isinstance(output, tuple) else (output,)
         if at.part:
             sizes = [count * self._facts.head for count in (self._facts.heads, self._facts.kv_heads, self._facts.kv_heads)]
             qkv = list(values.split(sizes, dim=-1))
             number = "qkv".index(at.part)
-            new = self._edited(site, qkv[number])
-            if new is None:
-                return None
-            qkv[number] = new
-            new = torch.cat(qkv, dim=-1)
+            qkv[number], before = self._edited(site, qkv[number])[0], qkv[number]
+            new = values if qkv[number] is before else torch.cat(qkv, dim=-1)
         else:
-            new = self._edited(site, values)
-        return None if new is None else (new, *rest) if isinstance(output, tuple) else new
+            new, _ = self._edited(site, values)
+        return (new, *rest) if isinstance(output, tuple) else new
 
-    def _stream(self, site: Site, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-        """Run the interventions on ``hidden + residual``; a token that changes becomes the pair of its new value and 0."""
-        changed = self._changed(site, hidden, residual)
-        if changed is None:
-            return None
-        rows, values = changed
-        hidden = hidden.index_copy(0, rows, values)
-        return hidden, None if residual is None else residual.index_fill(0, rows, 0)
+    def _edited(self, site: Site, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Run the interventions on ``hidden + residual``; a token that changes becomes the pair of its new value and 0.
 
-    def _edited(self, site: Site, values: Tensor) -> Tensor | None:
-        changed = self._changed(site, values, None)
-        return None if changed is None else values.index_copy(0, *changed)
-
-    def _changed(self, site: Site, values: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Run the interventions at a site; return the rows of the tokens that change, and their new values."""
+        A graph could replay the banks alone; all else is Python that depends on the batch.
+        """
         batch = self._batch
-        if batch is None:
-            return None
-        batch.fired.add(site)
+        if batch is not None:
+            batch.fired.add(site)
+            if (work := batch.work.get(site)) is not None:
+                hidden, residual = self._gathered(site, batch, partial(batch.run, work), hidden, residual)
+        if (banks := self.steering.banks) is not None and site in banks:
+            hidden, residual = banks.add(site, hidden, residual)
+        if batch is not None and site in self.steering.acting:
+            hidden, residual = self._gathered(site, batch, partial(self.steering.at, site), hidden, residual)
+        return hidden, residual
+
+    def _gathered(
+        self, site: Site, batch: Batch, edit: Callable[[Tensor], Tensor], hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run ``edit`` on the tokens ``[b t ...]`` of requests with interventions, and write those that change."""
         flat = batch.index.flatten()
-        width = values.shape[-1]
-        h = values.index_select(0, flat)
+        h = hidden.index_select(0, flat)
         if residual is not None:
             h = h + residual.index_select(0, flat)
-        old = new = h.reshape(*batch.index.shape, *self._facts.shape(site))
-        if (work := batch.work.get(site)) is not None:
-            if work.captures:
-                batch.taken += work.take(old)
-            if work.patches:
-                new = work.put(old)
-        if batch.steered:
-            new = self.steering.at(site, new)
+        old = h.reshape(*batch.index.shape, *self._facts.shape(site))
+        new = edit(old)
         if new is old:
-            return None
-        new = new.reshape(-1, width)
+            return hidden, residual
+        new = new.reshape(h.shape)
         # Other tokens keep their pair of hidden and residual, whose sum may be rounded otherwise here than in vLLM's kernels.
         # A new NaN differs from everything, so it counts as a change.
         acts = (new != h).any(-1) & batch.layout.real.flatten()
-        return flat[acts], new[acts]
+        rows = flat[acts]
+        return hidden.index_copy(0, rows, new[acts]), None if residual is None else residual.index_fill(0, rows, 0)
 
     # Requests
 

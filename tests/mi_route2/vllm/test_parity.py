@@ -11,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -384,6 +386,28 @@ def test_controllers_steer_the_next_token_by_the_last_one_as_in_our_engine(pair:
     for place, (token, *numbers) in followers[0].seen.items():
         assert followers[1].seen[place][0] == token
         assert followers[1].seen[place][1:] == pytest.approx(numbers, abs=1e-4)
+
+
+def test_a_recording_of_a_site_replays_every_step_with_its_bits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made before any request and padded, as a graph would be; scales, a tier and overrides come later."""
+    worker = pair.theirs.llm.collective_rpc("mi_route2_interventions")[0]
+    worker.steering.banks.lines(MID, WIDTH)
+    run, equal = worker._edited, []
+    recorded = make_fx(partial(run, MID))(*torch.zeros(2, 64, WIDTH))
+
+    def edited(site: Site, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        new = run(site, hidden, residual)
+        if site == MID and residual is not None:
+            replayed = recorded(*(torch.cat([one, torch.ones(64 - len(one), WIDTH)]) for one in (hidden, residual)))
+            equal.extend(torch.equal(one, torch.cat([real, torch.ones(64 - len(real), WIDTH)])) for one, real in zip(replayed, new))
+        return new
+
+    monkeypatch.setattr(worker, "_edited", edited)
+    push = Steering(base=(Steer(MID, row(WIDTH, seed=1)),))
+    requests = [Request(PROMPT[i:12], FULL, steering=push) for i in range(2)]
+    for own, other in steered_by(pair, requests, Follower(), Follower()):
+        assert gap(own, other) <= CLOSE
+    assert equal == [True] * len(equal) != []
 
 
 def test_a_request_that_is_preempted_after_its_steering_changed_is_an_error(pair: Pair) -> None:
