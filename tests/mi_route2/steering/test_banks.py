@@ -25,16 +25,15 @@ FIRST = Steering(base=(Steer(EARLY, row(1)),), prefill=(Steer(LATE, row(2)),), d
 SECOND = Steering(decode=(Steer(EARLY, row(4)),), clamps=(Clamp(LATE, row(5), value=2.0),))
 WATCHED = Steering(base=(Steer(LATE, row(6)),), monitors=(Monitor(EARLY, row(7), gate_rows=True),))
 TIER = (Steer(LATE, row(8)),)
-Change = Callable[[SteeringState], object]
-STEPS: list[tuple[list[Change], list[tuple[Piece, int]]]] = [
+STEPS: list[tuple[list[Callable[[SteeringState], object]], list[tuple[Piece, int]]]] = [
     # changes before a forward, and its pieces with the index of their first token; the other tokens are of nobody
     ([lambda s: s.admit(0, FIRST), lambda s: s.admit(1, SECOND)], [(Piece(0, 0, 5, 3), 1), (Piece(1, 0, 2, 2), 7)]),
     ([lambda s: s.set_scale(0.3, request=0), lambda s: s.set_tier(TIER)], [(Piece(0, 5, 1, 3), 0), (Piece(1, 2, 1, 2), 1)]),
     ([lambda s: s.hold("held", FIRST), lambda s: s.override(1, "held"), lambda s: s.set_scale(2.0)], [(Piece(1, 3, 1, 2), 4)]),
+    ([], []),  # a step of others, while rows and tier are full
     ([lambda s: s.release(0), lambda s: s.admit(2, WATCHED)], [(Piece(2, 0, 4, 2), 0), (Piece(1, 4, 1, 2), 9)]),
     ([lambda s: s.release(1), lambda s: s.drop("held"), lambda s: s.clear_tier()], [(Piece(2, 4, 1, 2), 3)]),
     ([lambda s: s.admit(3, SECOND), lambda s: s.set_scale(0, request=3)], [(Piece(3, 2, 1, 2), 11)]),
-    ([lambda s: s.release(2), lambda s: s.release(3)], []),
 ]  # fmt: skip
 
 
@@ -72,7 +71,6 @@ def test_kernels_recorded_with_empty_buffers_give_the_bits_of_the_plan_at_every_
 
 
 def at(state: SteeringState, site: Site, h: Tensor, layout: BatchLayout) -> Tensor:
-    """Run the plan at a site on the tokens ``[n d]``, which are padded for it."""
     padded = h.new_zeros(*layout.real.shape, WIDTH)
     padded[layout.real] = h
     return state.at(site, padded)[layout.real]
