@@ -106,6 +106,10 @@ def test_the_evidence_page_prints_its_table() -> None:
     table = pooled_table(pooled(runs[runs.seed >= spec.fresh_from], spec), spec.presets)
     page = (DOCS / "results.md").read_text(encoding="utf-8")
     assert table.strip() in page
+    predicted = read_contrasts(DOCS / "results/predicted.toml")
+    cells = pooled(runs[runs.seed >= predicted.fresh_from], predicted)
+    pretrained = {pool: of for pool, of in cells.items() if "smollm2" in of}
+    assert pooled_table(pretrained, ("smollm2",)).strip() in page
     named = {arm for row in spec.pool for arm in row.arms} | {arm for c in spec.contrast for arm in (c.arm, c.minus)}
     assert named <= ARMS.keys()
     assert named <= set(runs.arm)
